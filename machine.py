@@ -1,0 +1,108 @@
+"""What train.py asks of the machine: the device, its peak rate, a limit for memory that the host shares, a compiler."""
+
+import contextlib
+import os
+import resource
+import shutil
+import sys
+import sysconfig
+
+import torch
+
+import prepare
+
+EXIT_ENVIRONMENT = 3  # exit code where the machine or the data is at fault, not the experiment
+
+# Dense bf16 FLOP/s by the vendors' data sheets (gfx1151: at 2.42 GHz, as published for autoresearch-halo, so that MFUs compare); the first
+# key that is in "name gcnArchName" counts.
+PEAK_FLOPS = {
+    "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "H200": 989.5e12, "H20": 148e12, "H800": 989.5e12, "GH200": 989.5e12,
+    "B300": 2250e12, "B200": 2250e12, "GB10": 125e12, "A100": 312e12, "A800": 312e12, "A40": 149.7e12, "A30": 165e12, "A10": 125e12,
+    "L40S": 362e12, "L40": 181e12, "L4": 121e12, "RTX PRO 6000": 503.8e12, "RTX 6000 Ada": 364.2e12, "RTX A6000": 154.8e12,
+    "RTX 5090": 209.5e12, "RTX 5080": 112.6e12, "RTX 5070 Ti": 87.9e12, "RTX 4090": 165.2e12, "RTX 4080": 97.5e12,
+    "RTX 4070 Ti": 80.2e12, "RTX 3090": 71e12, "RTX 3080": 59.5e12,
+    "MI355X": 2500e12, "MI350X": 2300e12, "MI325X": 1307.4e12, "MI308X": 188.4e12, "MI300X": 1307.4e12, "MI300A": 980.6e12,
+    "MI250": 383e12, "MI210": 181e12, "8060S": 49.6e12, "gfx1151": 49.6e12, "gfx1150": 23.8e12, "7900 XTX": 122.8e12, "7900 XT": 103e12,
+    "9070 XT": 194.6e12, "R9700": 191e12, "gfx1201": 191e12,
+}  # fmt: skip
+
+
+def fail(message, code=1):
+    """End the run with one line that says why."""
+    print(f"FAIL: {message}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def find_device():
+    """The GPU if torch can use one, the CPU if there is none; a GPU that torch can't use ends the run."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    hardware = prepare.gpu_hardware()
+    if hardware and prepare.DATASET.name != "demo":
+        build = "ROCm" if torch.version.hip else "CUDA" if torch.version.cuda else "CPU"
+        fail(f"this machine has a GPU ({hardware}) that this torch ({torch.__version__}, a {build} build) can't use. Move venv/ away and "
+             "run ./run.sh to install the right one, or check the driver and that you may open /dev/kfd and /dev/dri (groups render and video)",
+             EXIT_ENVIRONMENT)  # fmt: skip
+    print("No GPU: this is the DEMONSTRATION on the CPU. It shows the whole loop; its numbers compare only with other demonstrations.")
+    return torch.device("cpu")
+
+
+def positive(variable, example):
+    """The positive number in an environment variable, None if it is not set; anything else ends the run."""
+    text = os.environ.get(variable)
+    if not text:
+        return None
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    fail(f"{variable}={text!r} is no positive number; use for example {example}")
+
+
+def peak_flops(device):
+    """(bf16 FLOP/s of the device or None, what it is called). GPU_BF16_PEAK_FLOPS overrides the table."""
+    override = positive("GPU_BF16_PEAK_FLOPS", "49.6e12")
+    if device.type == "cpu":
+        return override, "CPU"
+    properties = torch.cuda.get_device_properties(device)
+    arch = getattr(properties, "gcnArchName", "").split(":")[0]  # the name alone may be "AMD Radeon Graphics"; on NVIDIA they are the same
+    name = " ".join(dict.fromkeys((properties.name, arch))).strip()
+    known = override or next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
+    if known is None:
+        print(f"WARNING: the peak FLOP/s of {name!r} are not known, so MFU is n/a. Set GPU_BF16_PEAK_FLOPS to its dense bf16 figure.")
+    return known, name
+
+
+def cap_shared_memory(device):
+    """On a GPU that shares the host's memory, make over-allocation an error: without a limit it freezes the machine.
+
+    The limit is what the host has available less 4 GiB; GPU_MEMORY_FRACTION, a share of what torch calls the GPU's memory, overrides it.
+    """
+    if device.type == "cpu":
+        return
+    properties = torch.cuda.get_device_properties(device)
+    if not getattr(properties, "is_integrated", False):
+        return
+    with open("/proc/meminfo") as f:
+        available = next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
+    fraction = min(1.0, positive("GPU_MEMORY_FRACTION", "0.8") or max(0.1, (available - 4 * 2**30) / properties.total_memory))
+    torch.cuda.set_per_process_memory_fraction(fraction, device)
+    limit = fraction * properties.total_memory / 2**30
+    print(f"GPU memory is the host's: at most {limit:.1f} GiB are used (GPU_MEMORY_FRACTION={fraction:.2f})")
+
+
+def peak_memory(device):
+    """MiB at most so far: of the GPU's memory, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def can_compile(device):
+    """Whether torch.compile can generate code here; if not, a line says what is missing."""
+    if device.type == "cuda":
+        return True  # by Triton; run.sh has made sure of what that needs
+    compiler = next(filter(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++")), None)
+    header = os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h"))
+    if not (compiler and header):
+        print(f"No {'Python.h' if compiler else 'C++ compiler'}: the model runs uncompiled, slower")
+    return bool(compiler and header)

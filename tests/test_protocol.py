@@ -1,0 +1,258 @@
+"""The protocol against golden values computed with upstream: what makes val_bpb comparable."""
+
+import hashlib
+import json
+import math
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+import prepare
+import train
+
+GOLDEN = Path(__file__).parent / "golden"
+TEXT = json.loads((GOLDEN / "golden.json").read_text())
+MODEL = json.loads((GOLDEN / "golden_model.json").read_text())
+MUON = json.loads((GOLDEN / "golden_muon.json").read_text())
+
+
+@pytest.fixture
+def tokenizer(golden, monkeypatch):
+    monkeypatch.setattr(prepare, "DATASET", golden)
+    return prepare.Tokenizer.from_directory()
+
+
+# --- tokenizer, batches, metric -----------------------------------------------------------------------------------------
+
+
+def test_tokenizer(tokenizer):
+    ranks = sorted(tokenizer.enc._mergeable_ranks.items(), key=lambda item: item[1])
+    digest = hashlib.sha256(b"".join(r.to_bytes(4, "little") + len(t).to_bytes(4, "little") + t for t, r in ranks))
+    assert digest.hexdigest() == TEXT["ranks_sha256"]
+    assert [t.hex() for t, _ in ranks[256 : 256 + len(TEXT["first_merges"])]] == TEXT["first_merges"]
+    assert (tokenizer.get_vocab_size(), tokenizer.get_bos_token_id()) == (TEXT["vocab_size"], TEXT["bos_token_id"])
+    for text, ids in TEXT["encode"].items():
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids) == text
+
+
+def test_token_bytes(tokenizer):
+    counts = prepare.get_token_bytes()
+    assert counts.dtype == torch.int32 and int(counts.sum()) == TEXT["token_bytes_sum"]
+    assert hashlib.sha256(counts.numpy().astype("<i4").tobytes()).hexdigest() == TEXT["token_bytes_sha256"]
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_batches(tokenizer, split):
+    golden, digests, epochs = TEXT[split], [], []
+    for i, (x, y, epoch) in enumerate(islice(prepare.make_dataloader(tokenizer, 4, 256, split), 60)):
+        x, y = x.cpu(), y.cpu()
+        if i == 0:
+            assert x[0, : len(golden["first_row_head"])].tolist() == golden["first_row_head"]
+            assert y[0, -len(golden["first_row_target_tail"]) :].tolist() == golden["first_row_target_tail"]
+        digests.append(hashlib.sha256(x.numpy().astype("<i4").tobytes() + y.numpy().astype("<i4").tobytes()).hexdigest()[:16])
+        epochs.append(epoch)
+    assert digests == golden["batch_sha256_16"] and epochs == golden["epochs"]
+
+
+def fixed_model(x, y, reduction):
+    """Logit of token v after token u: 4 cos(0.37 u + 1.3 v) in float64."""
+    assert reduction == "none"
+    v = torch.arange(2048, dtype=torch.float64, device=x.device)
+    logits = 4 * torch.cos(0.37 * x[..., None].double() + 1.3 * v)
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").float()
+
+
+@pytest.mark.parametrize("batch_size", [2, 3, 4, 7, 64, 100])
+def test_evaluate_bpb_whatever_the_batch_size(tokenizer, batch_size):
+    """64 rows: sizes that don't divide them count the same tokens (upstream drops what is left over)."""
+    seen = []
+
+    def model(x, y, reduction):
+        seen.append(x.shape)
+        return fixed_model(x, y, reduction)
+
+    assert prepare.evaluate_bpb(model, tokenizer, batch_size) == pytest.approx(TEXT["evaluate_bpb"]["4"], abs=1e-6)
+    assert set(seen) == {(batch_size, 256)}, "a smaller last batch would recompile"
+
+
+def test_evaluate_bpb_refuses_what_is_no_result(tokenizer):
+    with pytest.raises(ValueError, match="not finite"):
+        prepare.evaluate_bpb(lambda x, y, reduction: fixed_model(x, y, reduction) * math.nan, tokenizer, 4)
+    with pytest.raises(ValueError, match="not one loss for each"):
+        prepare.evaluate_bpb(lambda x, y, reduction: torch.zeros(()), tokenizer, 4)
+
+
+# --- model --------------------------------------------------------------------------------------------------------------
+
+
+def golden_model(**changes):
+    """The golden model, its parameters set by the formula in golden_model.json."""
+    config = train.GPTConfig(**{**MODEL["config"], **changes})
+    model = train.GPT(config)
+    model.init_weights()
+    with torch.no_grad():
+        for k, name in enumerate(sorted(MODEL["parameters"])):
+            parameter = model.get_parameter(name)
+            i = torch.arange(parameter.numel(), dtype=torch.float64)
+            base = 1.0 if name == "resid_lambdas" else 0.1 if name == "x0_lambdas" else 0.0
+            scale = 0.05 if parameter.dim() == 1 else parameter.size(-1) ** -0.5
+            parameter.copy_((base + scale * torch.sin(0.7 * i + 1.9 * k + 0.3)).view(parameter.shape))
+    return model
+
+
+def golden_batch():
+    ids = torch.tensor([(31 * t * t + 7 * t + 3) % 97 for t in range(130)]).view(2, 65)
+    x, y = ids[:, :-1].contiguous(), ids[:, 1:].clone()
+    y[0, :5] = -1
+    return x, y
+
+
+def test_model_shapes_and_counts():
+    model = golden_model()
+    assert {n: list(p.shape) for n, p in model.named_parameters()} == MODEL["parameters"]
+    assert [list(w) for w in model.window_sizes] == MODEL["window_sizes"]
+    assert model.estimate_flops() == MODEL["estimate_flops"]
+    assert model.num_scaling_params() == MODEL["num_scaling_params"]
+
+
+def test_model_losses_and_gradients():
+    model, (x, y) = golden_model(), golden_batch()
+    losses = model(x, y, reduction="none")
+    assert losses[:10].tolist() == pytest.approx(MODEL["loss_none_row0_head"], abs=1e-5)
+    assert losses[-6:].tolist() == pytest.approx(MODEL["loss_none_row1_tail"], abs=1e-5)
+    assert model(x)[1, -1, :8].tolist() == pytest.approx(MODEL["logits_row1_last_head"], abs=1e-5)
+    loss = model(x, y)
+    assert loss.item() == pytest.approx(MODEL["loss_mean"], abs=1e-5)
+    loss.backward()
+    assert {n: p.grad.norm().item() for n, p in model.named_parameters()} == pytest.approx(MODEL["grad_norm"], rel=1e-4)
+
+
+def test_full_attention_ignores_the_windows(monkeypatch):
+    """ "full" is the published port's recipe: another function than the windowed one, equal to a pattern of long windows."""
+    x, y = golden_batch()
+    windowed = golden_model()(x, y)
+    monkeypatch.setattr(train, "ATTENTION", "full")
+    full = golden_model()(x, y)
+    monkeypatch.setattr(train, "ATTENTION", "windows")
+    assert full.item() == pytest.approx(golden_model(window_pattern="L")(x, y).item(), abs=1e-6)
+    assert abs(full.item() - windowed.item()) > 1e-4
+
+
+def test_window_sees_the_keys_of_the_protocol():
+    mask = train.causal_mask(3, 8, torch.device("cpu"))
+    assert [[j for j in range(8) if mask[i, j]] for i in range(8)] == [[j for j in range(8) if i - 3 <= j <= i] for i in range(8)]
+    assert train.causal_mask(7, 8, torch.device("cpu")) is None, "a window that sees everything is plain causal attention"
+
+
+def test_initialization():
+    torch.manual_seed(0)
+    config = train.GPTConfig(sequence_len=64, vocab_size=512, n_layer=4, n_head=2, n_kv_head=2, n_embd=256)
+    model = train.GPT(config)
+    model.init_weights()
+    s = (3 / 256) ** 0.5
+    for name, parameter in model.named_parameters():
+        if name.endswith("c_proj.weight") or "ve_gate" in name:
+            assert (parameter == 0).all(), name
+        elif name == "transformer.wte.weight":
+            assert parameter.std().item() == pytest.approx(1, rel=0.02)
+        elif name == "lm_head.weight":
+            assert parameter.std().item() == pytest.approx(0.001, rel=0.02)
+        elif "lambdas" in name:
+            assert (parameter == {"resid_lambdas": 1.0, "x0_lambdas": 0.1}[name]).all()
+        else:  # uniform
+            assert s * 0.99 < parameter.abs().max().item() <= s and parameter.std().item() == pytest.approx(256**-0.5, rel=0.03), name
+
+
+# --- optimizer ----------------------------------------------------------------------------------------------------------
+
+
+def draws(seed, count):
+    values, s = [], seed
+    for _ in range(count):
+        total = 0.0
+        for _ in range(4):
+            s = (s * 6364136223846793005 + 1442695040888963407) % 2**64
+            total += (s >> 11) / 2**53
+        values.append((total - 2) * 1.7320508)
+    return torch.tensor(values, dtype=torch.float64).float()
+
+
+def test_draws():
+    assert draws(100, 4).tolist() == pytest.approx(MUON["first_draws_seed_100"], rel=1e-6)
+
+
+@pytest.mark.parametrize("i", range(5))
+def test_muon(i):
+    shape = MUON["shapes"][i]
+    size = shape[0] * shape[1]
+    params = [torch.nn.Parameter(0.1 * draws(100 + 10 * i + j, size).view(shape)) for j in range(2)]
+    before = torch.stack([p.detach().clone() for p in params])
+    group = dict(kind="muon", params=params, lr=0.04, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.2)
+    optimizer = train.MuonAdamW([group], compiled=False)
+    for t in range(3):
+        group = optimizer.param_groups[0]
+        group.update(lr=0.04 * (1, 0.9, 0.5)[t], momentum=(0.85, 0.9, 0.95)[t], weight_decay=0.2 * (1 - t / 3))
+        for j, p in enumerate(params):
+            p.grad = 0.01 * draws(1000 + 100 * i + 10 * j + t, size).view(shape)
+        grads = [p.grad.clone() for p in params]
+        optimizer.step()
+        assert all(torch.equal(p.grad, g) for p, g in zip(params, grads, strict=True)), "the step changed a gradient"
+    ours = torch.stack([p.detach() for p in params]) - before
+    golden = torch.tensor(MUON["update"][i]).view_as(ours)
+    assert ((ours - golden).norm() / golden.norm()).item() < 5e-2
+
+
+def test_parameter_groups():
+    optimizer = golden_model().setup_optimizer(
+        unembedding_lr=0.004, embedding_lr=0.6, matrix_lr=0.04, weight_decay=0.2, adam_betas=(0.8, 0.95), scalar_lr=0.5
+    )
+    for ours, golden in zip(optimizer.param_groups, MODEL["param_groups"], strict=True):
+        assert [list(p.shape) for p in ours["params"]] == golden["shapes"]
+        for key in set(golden) - {"shapes"}:
+            assert (list(ours[key]) if key == "betas" else ours[key]) == pytest.approx(golden[key]), key
+
+
+def test_three_steps():
+    """A sanity check: bf16 Newton-Schulz differs between processors by up to 5e-2."""
+    model, (x, y) = golden_model(), golden_batch()
+    optimizer = model.setup_optimizer(embedding_lr=0.6, matrix_lr=0.04, weight_decay=0.2)
+    for step in range(3):
+        loss = model(x, y)
+        assert loss.item() == pytest.approx(MODEL["steps"][step]["loss_before"], abs=5e-2)
+        loss.backward()
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * (1.0, 0.9, 0.5)[step]
+            if group["kind"] == "muon":
+                group.update(momentum=(0.85, 0.9, 0.95)[step], weight_decay=0.2 * (1 - step / 3))
+        optimizer.step()
+        model.zero_grad()
+        norms = {n: p.norm().item() for n, p in model.named_parameters()}
+        assert norms == pytest.approx(MODEL["steps"][step]["param_norm"], rel=5e-2)
+    assert model(x, y).item() == pytest.approx(MODEL["loss_after_3"], abs=5e-2)
+
+
+def test_adamw_against_torch():
+    """torch's AdamW is the same algorithm but for the place of eps, which is negligible here."""
+    torch.manual_seed(0)
+    ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 24).view(4, 6)) for _ in range(2))
+    optimizer = train.MuonAdamW([dict(kind="adamw", params=[ours], lr=0.1, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.3)], compiled=False)
+    reference = torch.optim.AdamW([theirs], lr=0.1, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.3)
+    for _ in range(5):
+        ours.grad = torch.randn(4, 6)
+        theirs.grad = ours.grad.clone()
+        optimizer.step()
+        reference.step()
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("progress", "multiplier"), [(0.0, 1.0), (0.5, 1.0), (0.75, 0.5), (1.0, 0.0)])
+def test_learning_rate_schedule(progress, multiplier):
+    assert train.lr_multiplier(progress) == pytest.approx(multiplier)
+
+
+def test_other_schedules():
+    assert [train.muon_momentum(s) for s in (0, 150, 300, 1000)] == pytest.approx([0.85, 0.9, 0.95, 0.95])
+    assert [train.muon_weight_decay(p) for p in (0, 0.5, 1)] == pytest.approx([0.2, 0.1, 0])

@@ -1,0 +1,365 @@
+"""train.py as a program: a whole run, how it fails, how it survives, and what compiling must not do."""
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import PROJECT
+
+import machine
+import prepare
+import train
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SUMMARY = (
+    "val_bpb",
+    "training_seconds",
+    "total_seconds",
+    "peak_vram_mb",
+    "mfu_percent",
+    "total_tokens_M",
+    "num_steps",
+    "num_params_M",
+    "depth",
+)
+
+
+def clone(folder, **edits):
+    """train.py and what it imports in a folder of its own, with constants edited as a researcher would."""
+    source = (PROJECT / "train.py").read_text()
+    end = "\n\n\ndef lr_multiplier("
+    assert all(re.search(rf"^{name} = ", source, re.M) for name in edits) and source.count(end) == 1
+    source = source.replace(end, "".join(f"\n{name} = {value}" for name, value in edits.items()) + end)
+    (folder / "train.py").write_text(source)
+    for name in ("prepare.py", "machine.py"):
+        (folder / name).write_text((PROJECT / name).read_text())
+    return folder
+
+
+def run(folder, *args, **environment):
+    return subprocess.run(
+        [sys.executable, "train.py", *args], cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True
+    )
+
+
+def summary(stdout):
+    lines = stdout.split("\n---\n")[-1].strip().splitlines()
+    return dict(line.split(":", 1) for line in lines)
+
+
+@pytest.fixture(scope="module")
+def finished(demo, tmp_path_factory):
+    """A short demonstration, whole: trained, saved, evaluated, kept."""
+    folder = clone(tmp_path_factory.mktemp("a finished run"))
+    return folder, run(folder, "--keep", AUTORESEARCH_TIME_BUDGET="6", AUTORESEARCH_SEED="7")
+
+
+def test_run_ends_in_the_summary(finished):
+    folder, done = finished
+    assert done.returncode == 0, done.stderr
+    keys = [line.split(":")[0] for line in done.stdout.split("\n---\n")[1].strip().splitlines()]
+    assert tuple(keys[: len(SUMMARY)]) == SUMMARY
+    values = {k: v.strip() for k, v in summary(done.stdout).items()}
+    decimals = dict(val_bpb=6, training_seconds=1, total_seconds=1, peak_vram_mb=1, total_tokens_M=1, num_params_M=1)
+    assert all(re.fullmatch(rf"\d+\.\d{{{n}}}", values[k]) for k, n in decimals.items()), values
+    assert 0.5 < float(values["val_bpb"]) < 3.5 and float(values["training_seconds"]) >= 6 and int(values["num_steps"]) > 11
+    assert (values["dataset"], values["seed"], values["eval_tokens"]) == ("demo", "7", "65536")
+    assert values["fingerprint"] == prepare.fingerprint(budget=6) != prepare.fingerprint(budget=60)
+
+
+def test_loss_falls_and_progress_is_plain_lines(finished):
+    _, done = finished
+    assert "\r" not in done.stdout and max(map(len, done.stdout.splitlines())) < 400
+    losses = [float(x) for x in re.findall(r"^step \d+ .* loss: ([\d.]+)", done.stdout, re.M)]
+    assert losses[0] == pytest.approx(math.log(2048), abs=0.05) and losses[-1] < losses[0] - 1
+
+
+def test_kept_model_evaluates_to_the_same_number(finished):
+    folder, done = finished
+    again = run(folder, "--evaluate", "model.pt", AUTORESEARCH_TIME_BUDGET="6")
+    assert again.returncode == 0, again.stderr
+    assert summary(again.stdout)["val_bpb"] == summary(done.stdout)["val_bpb"]
+    assert summary(again.stdout)["num_steps"] == summary(done.stdout)["num_steps"]
+    other_budget = run(folder, "--evaluate", "model.pt", AUTORESEARCH_TIME_BUDGET="7")
+    assert other_budget.returncode == 1 and "the number would not compare" in other_budget.stderr
+
+
+def test_evaluating_what_is_no_model(finished, tmp_path):
+    folder, _ = finished
+    (tmp_path / "noise.pt").write_bytes(b"not a model")
+    torch.save({"config": {"sequence_len": 256}, "model": {}, "facts": {}}, tmp_path / "other.pt")
+    for name in ("noise.pt", "other.pt", "missing.pt"):
+        done = run(folder, "--evaluate", str(tmp_path / name))
+        assert done.returncode == 1 and name in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_a_saved_model_is_data(tmp_path):
+    """A checkpoint that would run code when unpickled is refused."""
+
+    class Payload:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    torch.save({"config": {}, "model": Payload(), "facts": {}}, tmp_path / "model.pt")
+    with pytest.raises(SystemExit):
+        train.load_model(str(tmp_path / "model.pt"), torch.device("cpu"))
+    assert not (tmp_path / "executed").exists()
+
+
+def test_evaluation_that_crashes_costs_no_training(demo, tmp_path):
+    folder = clone(tmp_path, DEPTH=2)
+    source = (folder / "train.py").read_text()
+    (folder / "train.py").write_text(
+        source.replace("val_bpb = evaluate_bpb(", "raise RuntimeError('the evaluation crashed')\n        val_bpb = evaluate_bpb(")
+    )
+    crashed = run(folder, AUTORESEARCH_TIME_BUDGET="1")
+    assert crashed.returncode != 0 and "the evaluation crashed" in crashed.stderr and (folder / "model.pt").exists()
+    (folder / "train.py").write_text(source)
+    again = run(folder, "--evaluate", "model.pt", AUTORESEARCH_TIME_BUDGET="1")
+    assert again.returncode == 0 and 0 < float(summary(again.stdout)["val_bpb"]) < 4
+    assert (folder / "model.pt").exists(), "--evaluate removes nothing"
+
+
+# --- failures: one line, an exit code, nothing lost ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("edits", "message"), [
+    (dict(TOTAL_BATCH_SIZE="96 * 256", DEVICE_BATCH_SIZE=36), "the nearest that work: DEVICE_BATCH_SIZE 32 or TOTAL_BATCH_SIZE 27648"),
+    (dict(TOTAL_BATCH_SIZE=100, DEVICE_BATCH_SIZE=1), "the nearest that work: TOTAL_BATCH_SIZE 256"),
+    (dict(HEAD_DIM=31), "HEAD_DIM 31"),
+    (dict(WINDOW_PATTERN="'SXL'"), "WINDOW_PATTERN 'SXL'"),
+    (dict(ATTENTION="'flash'"), "ATTENTION 'flash'"),
+])  # fmt: skip
+def test_sizes_that_do_not_fit(demo, tmp_path, edits, message):
+    done = run(clone(tmp_path, **edits))
+    assert done.returncode == 1 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize("value", ["nan", "1e4"])
+def test_divergence_ends_the_run(demo, tmp_path, value):
+    folder = clone(tmp_path)
+    source = (folder / "train.py").read_text()
+    loss = "(loss / micro_batches).backward()"
+    (folder / "train.py").write_text(
+        source.replace(loss, loss + f"\n            loss = loss * 0 + float('{value}') if step == 2 else loss")
+    )
+    done = run(folder)
+    assert done.returncode == 1 and "at step 2: the run diverged" in done.stderr and "---" not in done.stdout
+
+
+def test_missing_data_is_said_before_training(tmp_path, demo):
+    done = run(PROJECT, AUTORESEARCH_CACHE=str(tmp_path))
+    assert done.returncode == machine.EXIT_ENVIRONMENT and "run python prepare.py" in done.stderr and "step 0" not in done.stdout
+
+
+@pytest.mark.parametrize("name", ["shard_06542.tokens", "shard_00000.index.npz", "shard_00000.json"])
+def test_damaged_tokens_are_said_before_training(tmp_path, demo, name):
+    copy = tmp_path / "demo"
+    subprocess.run(["cp", "-r", demo.root, str(copy)], check=True)
+    path = copy / "tokens" / name
+    path.write_bytes(path.read_bytes()[:-2]) if name.endswith("tokens") else path.unlink()
+    done = run(PROJECT, AUTORESEARCH_CACHE=str(tmp_path))
+    assert done.returncode == machine.EXIT_ENVIRONMENT and name.split(".")[0] in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("variable", "value"), [
+    ("AUTORESEARCH_TIME_BUDGET", "soon"), ("AUTORESEARCH_TIME_BUDGET", "-3"), ("AUTORESEARCH_SEED", "x"), ("AUTORESEARCH_DATASET", "c4"),
+    ("GPU_BF16_PEAK_FLOPS", "fast"),
+])  # fmt: skip
+def test_bad_environment_variables(demo, variable, value):
+    done = run(PROJECT, **{variable: value})
+    assert done.returncode == 1 and repr(value) in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_interrupt_ends_at_once_without_a_traceback(demo, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-u", "train.py"], cwd=clone(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    for line in process.stdout:
+        if line.startswith("step"):
+            break
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 130 and stderr.strip() == "FAIL: interrupted"
+
+
+def test_gpu_that_torch_cannot_use_ends_the_run(monkeypatch, capsys):
+    """Simulated: this machine with an AMD GPU in its device files and a torch without one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(prepare, "gpu_hardware", lambda: "AMD gfx1151")
+    monkeypatch.setattr(prepare, "DATASET", SimpleNamespace(name="climbmix"))
+    with pytest.raises(SystemExit) as e:
+        machine.find_device()
+    assert e.value.code == machine.EXIT_ENVIRONMENT and "AMD gfx1151" in capsys.readouterr().err
+
+
+# --- FLOPS table and memory cap, on simulated devices --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "arch", "flops"), [
+    ("NVIDIA H100 80GB HBM3", "", 989.5e12), ("NVIDIA H200", "", 989.5e12), ("NVIDIA H100 PCIe", "", 756e12), ("NVIDIA H20", "", 148e12),
+    ("NVIDIA A100-SXM4-80GB", "", 312e12), ("NVIDIA B200", "", 2250e12), ("AMD Instinct MI300X", "gfx942:sramecc+:xnack-", 1307.4e12),
+    ("AMD Radeon Graphics", "gfx1151", 49.6e12), ("AMD Radeon 8060S", "gfx1151", 49.6e12),
+    ("NVIDIA L40S", "", 362e12), ("NVIDIA L4", "", 121e12),
+    ("NVIDIA A10G", "", 125e12), ("AMD Radeon RX 7900 XTX", "gfx1100", 122.8e12), ("AMD Radeon RX 7900 XT", "gfx1100", 103e12),
+])  # fmt: skip
+def test_peak_flops(monkeypatch, name, arch, flops):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=name, gcnArchName=arch))
+    assert machine.peak_flops(torch.device("cuda"))[0] == flops
+
+
+def test_unknown_device_is_warned_of_and_can_be_told(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="Voodoo 2"))
+    assert machine.peak_flops(torch.device("cuda"))[0] is None
+    assert "WARNING: the peak FLOP/s of 'Voodoo 2' are not known" in capsys.readouterr().out
+    monkeypatch.setenv("GPU_BF16_PEAK_FLOPS", "5e12")
+    assert machine.peak_flops(torch.device("cuda"))[0] == 5e12
+
+
+def test_memory_that_the_host_shares_is_capped(monkeypatch, capsys):
+    caps = []
+    total = 96 * 2**30
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(is_integrated=True, total_memory=total))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: caps.append(fraction))
+    machine.cap_shared_memory(torch.device("cuda"))
+    with open("/proc/meminfo") as f:
+        available = next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
+    assert caps[0] * total <= max(0.1 * total, available) and "GiB are used" in capsys.readouterr().out
+    monkeypatch.setenv("GPU_MEMORY_FRACTION", "0.5")
+    machine.cap_shared_memory(torch.device("cuda"))
+    assert caps[1] == 0.5
+
+
+def test_progress_on_a_terminal_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    progress = train.Progress()
+    progress.show("step 1")
+    progress.show("step 2")
+    progress.end()
+    assert capsys.readouterr().out == "\rstep 1\x1b[K\rstep 2\x1b[K\n"
+
+
+@pytest.mark.parametrize("missing", ["C++ compiler", "Python.h"])
+def test_model_runs_uncompiled_without_a_compiler(monkeypatch, capsys, tmp_path, missing):
+    monkeypatch.setattr(train, "COMPILE", True)
+    if missing == "Python.h":
+        monkeypatch.setattr(machine.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None if missing == "C++ compiler" else "/usr/bin/" + name)
+    model = torch.nn.Linear(2, 2)
+    assert train.compile_model(model, torch.device("cpu")) is model
+    assert f"No {missing}: the model runs uncompiled" in capsys.readouterr().out
+
+
+# --- compiling ----------------------------------------------------------------------------------------------------------
+
+
+def small_model(device, **changes):
+    config = dict(sequence_len=256, vocab_size=512, n_layer=4, n_head=4, n_kv_head=2, n_embd=128, window_pattern="SSSL") | changes
+    torch.manual_seed(0)
+    return train.build_model(train.GPTConfig(**config), device)
+
+
+def some_tokens(device, T=256):
+    ids = torch.randint(0, 512, (2, T + 1), generator=torch.Generator().manual_seed(1)).to(device)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def test_no_recompilation_over_a_changing_schedule():
+    """Model and both optimizer steps, traced without graph breaks; a hyperparameter that were compiled in would raise at its first change.
+
+    On the CPU with a backend that traces and does not generate code: torch 2.13's own fails there on a matrix of one row.
+    """
+    backend = "inductor" if DEVICE.type == "cuda" else "aot_eager"
+    torch._dynamo.reset()
+    model = small_model(DEVICE, sequence_len=64, n_layer=2, window_pattern="SL")
+    optimizer = model.setup_optimizer(weight_decay=0.2)
+    compiled, optimizer._adamw_step, optimizer._muon_step = (
+        torch.compile(f, dynamic=False, fullgraph=True, backend=backend) for f in (model, train.adamw_step, train.muon_step)
+    )
+    x, y = some_tokens(DEVICE, T=64)
+    losses = []
+    for step in range(6):
+        with torch._dynamo.config.patch(error_on_recompile=step > 0):
+            with train.autocast(DEVICE):
+                loss = compiled(x, y)
+            loss.backward()
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * train.lr_multiplier(step / 6)
+                if group["kind"] == "muon":
+                    group.update(momentum=train.muon_momentum(step), weight_decay=train.muon_weight_decay(step / 6))
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_a_constant_that_is_compiled_in_would_be_seen():
+    """The test above has teeth: with Python numbers for hyperparameters dynamo recompiles."""
+    torch._dynamo.reset()
+    step = torch.compile(train.adamw_step, dynamic=False, fullgraph=True, backend="aot_eager")
+    p, grad, m, v = (torch.ones(4) for _ in range(4))
+    rest = [torch.tensor(x) for x in (0.8, 0.95, 1e-10, 0.0)]
+    step(p, grad, m, v, torch.tensor(1.0), 0.1, *rest)
+    with torch._dynamo.config.patch(error_on_recompile=True), pytest.raises(torch._dynamo.exc.RecompileError):
+        step(p, grad, m, v, torch.tensor(1.0), 0.2, *rest)
+
+
+@pytest.mark.gpu
+def test_windows_on_a_gpu_agree_with_a_dense_mask(monkeypatch):
+    """FlexAttention's windows, compiled, against the dense mask in float32: losses and gradients at bf16's precision."""
+    torch._dynamo.reset()
+    model = small_model(DEVICE)
+    with torch.no_grad():
+        for p in model.parameters():  # c_proj starts at zero, which would hide attention
+            if p.dim() == 2 and (p == 0).all():
+                p.normal_(0, 0.02)
+    x, y = some_tokens(DEVICE)
+    with train.autocast(DEVICE):
+        loss = torch.compile(model, dynamic=False, fullgraph=True)(x, y)
+    loss.backward()
+    grads = {n: p.grad.float() for n, p in model.named_parameters()}
+    reference = small_model(torch.device("cpu")).to(DEVICE)
+    reference.load_state_dict({n: p.float() for n, p in model.state_dict().items()})
+    reference.masks = {w: None if m is None else m.to(DEVICE) for w, m in reference.masks.items()}
+    assert any(isinstance(m, torch.Tensor) for m in reference.masks.values()) and not any(
+        isinstance(m, torch.Tensor) for m in model.masks.values()
+    )
+    exact = reference(x, y)
+    exact.backward()
+    assert loss.item() == pytest.approx(exact.item(), abs=5e-3)
+    for n, p in reference.named_parameters():
+        if p.grad.norm() > 0:
+            assert ((grads[n] - p.grad).norm() / p.grad.norm()).item() < 5e-2, n
+
+
+@pytest.mark.gpu
+def test_one_synchronization_a_step_and_batches_stay_intact(golden, monkeypatch):
+    """The loader hands out tensors that later batches don't overwrite, though copies run on a stream of their own."""
+    monkeypatch.setattr(prepare, "DATASET", golden)
+    loader = prepare.make_dataloader(prepare.Tokenizer.from_directory(), 8, 256, "train")
+    kept = []
+    for _ in range(50):
+        x, y, _ = next(loader)
+        torch.cuda._sleep(1_000_000)  # the computation lags behind the loader
+        kept.append((x, y, x.clone(), y.clone()))
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, cx) and torch.equal(y, cy) and torch.equal(x[:, 1:], y[:, :-1]) for x, y, cx, cy in kept)
+
+
+def test_importing_runs_nothing():
+    start = time.time()
+    done = subprocess.run(
+        [sys.executable, "-c", "import train; print(train.DEPTH)"],
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "AUTORESEARCH_CACHE": "/nonexistent"},
+    )
+    assert done.stdout == "4\n" and done.stderr == "", (done, time.time() - start)

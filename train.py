@@ -1,0 +1,675 @@
+"""
+The experiment: a small GPT trained for a fixed time. This is the one file to edit; lower val_bpb wins.
+
+    python train.py                      # train, evaluate, print the summary
+    python train.py --keep               # and keep the trained model in model.pt
+    python train.py --evaluate model.pt  # evaluate a saved model again (after an evaluation that failed, say)
+"""
+
+import argparse
+import contextlib
+import gc
+import math
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import prepare
+from machine import EXIT_ENVIRONMENT, can_compile, cap_shared_memory, fail, find_device, peak_flops, peak_memory
+from prepare import EVAL_TOKENS, MAX_SEQ_LEN, TIME_BUDGET, DataError, Tokenizer, evaluate_bpb, make_dataloader
+
+# ---------------------------------------------------------------------------
+# Model
+# ---------------------------------------------------------------------------
+
+
+@dataclass
+class GPTConfig:
+    sequence_len: int = 2048
+    vocab_size: int = 32768
+    n_layer: int = 12
+    n_head: int = 6
+    n_kv_head: int = 6
+    n_embd: int = 768
+    window_pattern: str = "SSSL"  # a letter for each layer, repeated: L sees the whole context, S half of it
+
+
+def norm(x):
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def has_value_embedding(layer, n_layer):
+    return layer % 2 == (n_layer - 1) % 2
+
+
+def apply_rotary(x, cos, sin):
+    half = x.size(-1) // 2
+    x1, x2 = x[..., :half], x[..., half:]
+    return torch.cat([x1 * cos + x2 * sin, x1 * -sin + x2 * cos], dim=-1)
+
+
+def causal_mask(window, T, device):
+    """What `attention` needs to restrict a layer to (window, 0): query i sees keys i - window … i. None where causality alone does it."""
+    if window >= T - 1 or ATTENTION == "full":
+        return None
+
+    def seen(b, h, q, k):
+        return (k <= q) & (q - k <= window)
+
+    if device.type == "cuda":
+        return create_block_mask(seen, None, None, T, T, device=device)
+    position = torch.arange(T, device=device)
+    return seen(None, None, position[:, None], position[None, :])
+
+
+def attention(q, k, v, mask):
+    """softmax(q kᵀ / √head_dim) v for q (B, T, n_head, head_dim), k and v (B, T, n_kv_head, head_dim); returns q's shape."""
+    grouped = q.size(2) != k.size(2)  # each KV head serves several query heads, and is not copied for them
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if mask is None:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    elif isinstance(mask, torch.Tensor):
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+    else:
+        y = flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
+    return y.transpose(1, 2)
+
+
+def how(mask):
+    """What `attention` runs, in words."""
+    return "SDPA" if mask is None else "SDPA with a mask" if isinstance(mask, torch.Tensor) else "FlexAttention"
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
+        self.head_dim = config.n_embd // config.n_head
+        self.c_q = nn.Linear(config.n_embd, self.n_head * self.head_dim, bias=False)
+        self.c_k = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
+        self.c_v = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.ve_gate_channels = 32
+        self.ve_gate = nn.Linear(self.ve_gate_channels, self.n_kv_head, bias=False) if has_value_embedding(layer, config.n_layer) else None
+
+    def forward(self, x, ve, cos, sin, mask):
+        B, T, C = x.shape
+        q = self.c_q(x).view(B, T, self.n_head, self.head_dim)
+        k = self.c_k(x).view(B, T, self.n_kv_head, self.head_dim)
+        v = self.c_v(x).view(B, T, self.n_kv_head, self.head_dim)
+        if ve is not None:  # value residual: a gate for each head mixes in an embedding of the token itself
+            gate = 2 * torch.sigmoid(self.ve_gate(x[..., : self.ve_gate_channels]))  # (B, T, n_kv_head), 1 at init
+            v = v + gate.unsqueeze(-1) * ve.view(B, T, self.n_kv_head, self.head_dim)
+        q, k = norm(apply_rotary(q, cos, sin)), norm(apply_rotary(k, cos, sin))
+        y = attention(q, k, v, mask)
+        return self.c_proj(y.reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x):
+        return self.c_proj(F.relu(self.c_fc(x)).square())
+
+
+class Block(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.attn = CausalSelfAttention(config, layer)
+        self.mlp = MLP(config)
+
+    def forward(self, x, ve, cos, sin, mask):
+        x = x + self.attn(norm(x), ve, cos, sin, mask)
+        return x + self.mlp(norm(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.window_sizes = self._window_sizes(config)
+        self.transformer = nn.ModuleDict(
+            {"wte": nn.Embedding(config.vocab_size, config.n_embd), "h": nn.ModuleList([Block(config, i) for i in range(config.n_layer)])}
+        )
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.resid_lambdas = nn.Parameter(torch.ones(config.n_layer))
+        self.x0_lambdas = nn.Parameter(torch.zeros(config.n_layer))
+        kv_dim = config.n_kv_head * (config.n_embd // config.n_head)
+        self.value_embeds = nn.ModuleDict(
+            {str(i): nn.Embedding(config.vocab_size, kv_dim) for i in range(config.n_layer) if has_value_embedding(i, config.n_layer)}
+        )
+        self.register_buffer("cos", torch.empty(0), persistent=False)  # made by init_weights, on the model's device
+        self.register_buffer("sin", torch.empty(0), persistent=False)
+        self.masks = {}  # window → what `attention` takes
+
+    @staticmethod
+    def _window_sizes(config):
+        """(keys before the query, keys after it) of each layer; the last one always sees everything."""
+        window = {"L": config.sequence_len, "S": config.sequence_len // 2}
+        pattern = config.window_pattern.upper()
+        sizes = [(window[pattern[i % len(pattern)]], 0) for i in range(config.n_layer)]
+        return sizes[:-1] + [(config.sequence_len, 0)]
+
+    @torch.no_grad()
+    def init_weights(self):
+        s = 3**0.5 * self.config.n_embd**-0.5  # U(-s, s) has the deviation 1/√n_embd
+        device = self.lm_head.weight.device
+        nn.init.normal_(self.transformer.wte.weight, mean=0.0, std=1.0)
+        nn.init.normal_(self.lm_head.weight, mean=0.0, std=0.001)
+        for block in self.transformer.h:
+            for linear in (block.attn.c_q, block.attn.c_k, block.attn.c_v):
+                nn.init.uniform_(linear.weight, -s, s)
+            nn.init.zeros_(block.attn.c_proj.weight)
+            nn.init.uniform_(block.mlp.c_fc.weight, -s, s)
+            nn.init.zeros_(block.mlp.c_proj.weight)
+        self.resid_lambdas.fill_(1.0)
+        self.x0_lambdas.fill_(0.1)
+        for embedding in self.value_embeds.values():
+            nn.init.uniform_(embedding.weight, -s, s)
+        for block in self.transformer.h:
+            if block.attn.ve_gate is not None:
+                nn.init.zeros_(block.attn.ve_gate.weight)
+        self.cos, self.sin = self._rotary_tables(device)
+        self.masks = {w: causal_mask(w, self.config.sequence_len, device) for w, _ in self.window_sizes}
+        if device.type == "cuda":
+            self.transformer.wte.to(torch.bfloat16)
+            self.value_embeds.to(torch.bfloat16)
+
+    def _rotary_tables(self, device, base=10000):
+        """cos and sin, each (1, sequence_len, 1, head_dim / 2) bfloat16."""
+        head_dim = self.config.n_embd // self.config.n_head
+        frequency = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+        angle = torch.outer(torch.arange(self.config.sequence_len, dtype=torch.float32, device=device), frequency)
+        return tuple(table.bfloat16()[None, :, None, :] for table in (angle.cos(), angle.sin()))
+
+    def estimate_flops(self):
+        """FLOPs per token, forward and backward: 6 for each matrix parameter, and attention over the keys a query sees."""
+        counts = self.num_scaling_params()
+        head_dim = self.config.n_embd // self.config.n_head
+        keys = sum(min(window, self.config.sequence_len) for window, _ in self.window_sizes)
+        return 6 * (counts["transformer_matrices"] + counts["lm_head"]) + 12 * self.config.n_head * head_dim * keys
+
+    def num_scaling_params(self):
+        def count(parameters):
+            return sum(p.numel() for p in parameters)
+
+        counts = {
+            "wte": count(self.transformer.wte.parameters()),
+            "value_embeds": count(self.value_embeds.parameters()),
+            "lm_head": count(self.lm_head.parameters()),
+            "transformer_matrices": count(self.transformer.h.parameters()),
+            "scalars": self.resid_lambdas.numel() + self.x0_lambdas.numel(),
+        }
+        return counts | {"total": sum(counts.values())}
+
+    def setup_optimizer(
+        self, unembedding_lr=0.004, embedding_lr=0.2, matrix_lr=0.02, weight_decay=0.0, adam_betas=(0.8, 0.95), scalar_lr=0.5
+    ):
+        matrices = list(self.transformer.h.parameters())
+        scale = (self.config.n_embd / 768) ** -0.5  # the learning rates were tuned at a width of 768
+        print(f"AdamW learning rates scaled by (n_embd / 768)^-0.5 = {scale:.4f}")
+
+        def adamw(parameters, lr, betas=adam_betas):
+            return dict(kind="adamw", params=list(parameters), lr=lr, betas=betas, eps=1e-10, weight_decay=0.0)
+
+        groups = [
+            adamw(self.lm_head.parameters(), unembedding_lr * scale),
+            adamw(self.transformer.wte.parameters(), embedding_lr * scale),
+            adamw(self.value_embeds.parameters(), embedding_lr * scale),
+            adamw([self.resid_lambdas], scalar_lr * 0.01),
+            adamw([self.x0_lambdas], scalar_lr, betas=(0.96, 0.95)),
+        ]
+        for shape in sorted({p.shape for p in matrices}):
+            same = [p for p in matrices if p.shape == shape]
+            groups.append(dict(kind="muon", params=same, lr=matrix_lr, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=weight_decay))
+        assert sum(len(g["params"]) for g in groups) == len(list(self.parameters())), "a parameter is in no group, or in two"
+        optimizer = MuonAdamW(groups, compiled=self.lm_head.weight.is_cuda)
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+        return optimizer
+
+    def forward(self, idx, targets=None, reduction="mean"):
+        """Logits (B, T, vocab_size) float32 of the tokens idx (B, T); with targets (B, T) their cross entropy instead, -1 left out."""
+        T = idx.size(1)
+        cos, sin = self.cos[:, :T], self.sin[:, :T]
+        x = x0 = norm(self.transformer.wte(idx))  # (B, T, n_embd)
+        for i, block in enumerate(self.transformer.h):
+            x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
+            ve = self.value_embeds[str(i)](idx) if str(i) in self.value_embeds else None
+            window = self.window_sizes[i][0]
+            mask = self.masks[window] if self.config.sequence_len == T else causal_mask(window, T, idx.device)
+            x = block(x, ve, cos, sin, mask)
+        logits = self.lm_head(norm(x)).float()
+        logits = 15 * torch.tanh(logits / 15)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1, reduction=reduction)
+
+
+# ---------------------------------------------------------------------------
+# Optimizer: Muon for the matrices in the blocks, AdamW for the rest
+# ---------------------------------------------------------------------------
+
+# Polar Express (Amsel et al. 2025): coefficients of the quintic that brings all singular values near 1, for each iteration.
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+# In both steps every hyperparameter is a 0-D float32 CPU tensor: a Python number would be compiled in, and compiled again whenever a
+# schedule changes it. Every lerp_ weight is cast to the dtype of what it moves: ROCm's compiled lerp takes no other.
+
+
+def adamw_step(p, grad, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps, weight_decay):
+    p.mul_(1 - lr * weight_decay)
+    exp_avg.lerp_(grad, (1 - beta1).to(exp_avg.dtype))
+    exp_avg_sq.lerp_(grad.square(), (1 - beta2).to(exp_avg_sq.dtype))
+    bias1, bias2 = 1 - beta1**step, 1 - beta2**step
+    p.sub_(lr / bias1 * (exp_avg / ((exp_avg_sq / bias2).sqrt() + eps)))
+
+
+def muon_step(params, grads, momentum_buffer, second_momentum_buffer, momentum, lr, weight_decay, beta2, ns_steps, red_dim):
+    """One step for all matrices of a shape, stacked: params and grads (n, rows, cols). Writes into all but `grads`."""
+    momentum_buffer.lerp_(grads, (1 - momentum).to(momentum_buffer.dtype))
+    g = grads.lerp(momentum_buffer, momentum.to(grads.dtype))  # Nesterov
+    # Orthogonalize by Newton-Schulz iterations, from the side where the product is smaller
+    x = g.bfloat16()
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
+    for a, b, c in POLAR_EXPRESS[:ns_steps]:
+        if x.size(-2) > x.size(-1):
+            square = x.mT @ x
+            x = a * x + x @ (b * square + c * (square @ square))
+        else:
+            square = x @ x.mT
+            x = a * x + (b * square + c * (square @ square)) @ x
+    # NorMuon: even out the rows' (or columns') sizes by a running second moment, keeping each matrix's norm
+    v_mean = x.float().square().mean(dim=red_dim, keepdim=True)
+    norm_before = (v_mean.sum(dim=(-2, -1), keepdim=True) * x.size(red_dim)).sqrt()
+    second_momentum_buffer.lerp_(v_mean.to(second_momentum_buffer.dtype), (1 - beta2.to(x.dtype)).to(second_momentum_buffer.dtype))
+    step_size = second_momentum_buffer.clamp_min(1e-10).rsqrt()
+    norm_after = (v_mean * x.size(red_dim) * step_size.float().square()).sum(dim=(-2, -1), keepdim=True).sqrt()
+    x = x * (step_size * (norm_before / norm_after.clamp_min(1e-10))).to(x.dtype)
+    # Cautious weight decay: only where it agrees with the step
+    lr, weight_decay = lr.to(x.dtype), weight_decay.to(x.dtype)
+    params.sub_(lr * x + lr * weight_decay * params * (x * params >= 0))
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Groups of `kind` "adamw" (lr, betas, eps, weight_decay) and "muon" (matrices of one shape; momentum, ns_steps, beta2 and so on)."""
+
+    def __init__(self, param_groups, compiled):
+        super().__init__(param_groups, defaults={})
+        names = ("step", "lr", "beta1", "beta2", "eps", "weight_decay", "momentum")
+        self._scalars = {name: torch.zeros((), dtype=torch.float32) for name in names}
+        self._adamw_step, self._muon_step = adamw_step, muon_step
+        if compiled:
+            self._adamw_step, self._muon_step = (torch.compile(f, dynamic=False, fullgraph=True) for f in (adamw_step, muon_step))
+
+    def _set(self, **values):
+        for name, value in values.items():
+            self._scalars[name].fill_(value)
+        return {name: self._scalars[name] for name in values}
+
+    def _step_adamw(self, group):
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            state = self.state[p]
+            if not state:
+                state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            state["step"] += 1
+            scalars = self._set(
+                step=state["step"],
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+            )
+            self._adamw_step(p, p.grad, state["exp_avg"], state["exp_avg_sq"], **scalars)
+
+    def _step_muon(self, group):
+        params = [p for p in group["params"] if p.grad is not None]
+        if not params:
+            return
+        stacked, grads = torch.stack(params), torch.stack([p.grad for p in params])
+        rows, cols = stacked.shape[-2:]
+        red_dim = -1 if rows >= cols else -2
+        state = self.state[params[0]]
+        if not state:
+            state.update(
+                momentum_buffer=torch.zeros_like(stacked), second_momentum_buffer=torch.zeros_like(stacked.mean(red_dim, keepdim=True))
+            )
+        scalars = self._set(
+            lr=group["lr"] * max(1.0, rows / cols) ** 0.5,
+            momentum=group["momentum"],
+            beta2=group["beta2"],
+            weight_decay=group["weight_decay"],
+        )
+        self._muon_step(
+            stacked,
+            grads,
+            state["momentum_buffer"],
+            state["second_momentum_buffer"],
+            **scalars,
+            ns_steps=group["ns_steps"],
+            red_dim=red_dim,
+        )
+        torch._foreach_copy_(params, list(stacked.unbind(0)))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            {"adamw": self._step_adamw, "muon": self._step_muon}[group["kind"]](group)
+
+
+# ---------------------------------------------------------------------------
+# Hyperparameters: edit these
+# ---------------------------------------------------------------------------
+
+DEPTH = 8  # layers
+ASPECT_RATIO = 64  # n_embd = DEPTH * ASPECT_RATIO, rounded up to a multiple of HEAD_DIM
+HEAD_DIM = 128
+WINDOW_PATTERN = "SSSL"  # see GPTConfig
+ATTENTION = "windows"  # "full" ignores the windows
+
+TOTAL_BATCH_SIZE = 2**17  # tokens in an optimizer step
+DEVICE_BATCH_SIZE = 16  # rows in a micro-batch: lower it when memory runs out
+COMPILE = True  # torch.compile the model (the optimizer is compiled on every GPU)
+
+EMBEDDING_LR = 0.6  # AdamW
+UNEMBEDDING_LR = 0.004  # AdamW
+SCALAR_LR = 0.5  # AdamW
+MATRIX_LR = 0.04  # Muon
+WEIGHT_DECAY = 0.2  # Muon; falls to 0 over the run
+ADAM_BETAS = (0.8, 0.95)
+WARMUP_RATIO = 0.0  # share of the time budget over which the learning rate rises
+WARMDOWN_RATIO = 0.5  # and over which it falls at the end
+FINAL_LR_FRAC = 0.0  # to this share of its peak
+
+if MAX_SEQ_LEN == 256:  # the demonstration: the same experiment, small enough for a bare CPU, where compiling would take half a minute
+    DEPTH, ASPECT_RATIO, HEAD_DIM, TOTAL_BATCH_SIZE, DEVICE_BATCH_SIZE, COMPILE = 4, 32, 32, 2**12, 16, False
+
+
+def lr_multiplier(progress):
+    """Warm-up, plateau, linear warm-down; progress is the share of the time budget that is used."""
+    if progress < WARMUP_RATIO:
+        return progress / WARMUP_RATIO
+    if progress < 1.0 - WARMDOWN_RATIO:
+        return 1.0
+    left = (1.0 - progress) / WARMDOWN_RATIO
+    return left + (1 - left) * FINAL_LR_FRAC
+
+
+def muon_momentum(step):
+    return 0.85 + min(step / 300, 1) * (0.95 - 0.85)
+
+
+def muon_weight_decay(progress):
+    return WEIGHT_DECAY * (1 - progress)
+
+
+# ---------------------------------------------------------------------------
+# Setup
+# ---------------------------------------------------------------------------
+
+CHECKPOINT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "model.pt")
+
+
+def model_config(vocab_size):
+    """GPTConfig from the hyperparameters; ends the run if they don't fit together."""
+    if HEAD_DIM % 2:
+        fail(f"HEAD_DIM {HEAD_DIM} must be even: rotary embeddings turn pairs")
+    if set(WINDOW_PATTERN.upper()) - set("SL") or not WINDOW_PATTERN:
+        fail(f"WINDOW_PATTERN {WINDOW_PATTERN!r} must consist of the letters S and L")
+    if ATTENTION not in ("windows", "full"):
+        fail(f"ATTENTION {ATTENTION!r} must be 'windows' or 'full'")
+    tokens = DEVICE_BATCH_SIZE * MAX_SEQ_LEN
+    if TOTAL_BATCH_SIZE % tokens or tokens > TOTAL_BATCH_SIZE:
+        fits = [b for b in range(1, TOTAL_BATCH_SIZE // MAX_SEQ_LEN + 1) if TOTAL_BATCH_SIZE % (b * MAX_SEQ_LEN) == 0]
+        multiple = max(1, round(TOTAL_BATCH_SIZE / tokens)) * tokens
+        nearest = f"DEVICE_BATCH_SIZE {min(fits, key=lambda b: abs(b - DEVICE_BATCH_SIZE))} or " if fits else ""
+        fail(
+            f"TOTAL_BATCH_SIZE {TOTAL_BATCH_SIZE} is no multiple of DEVICE_BATCH_SIZE {DEVICE_BATCH_SIZE} × {MAX_SEQ_LEN} = {tokens} tokens"
+            f"; the nearest that work: {nearest}TOTAL_BATCH_SIZE {multiple}"
+        )
+    n_embd = -(-DEPTH * ASPECT_RATIO // HEAD_DIM) * HEAD_DIM
+    n_head = n_embd // HEAD_DIM
+    return GPTConfig(
+        sequence_len=MAX_SEQ_LEN,
+        vocab_size=vocab_size,
+        n_layer=DEPTH,
+        n_head=n_head,
+        n_kv_head=n_head,
+        n_embd=n_embd,
+        window_pattern=WINDOW_PATTERN,
+    )
+
+
+def build_model(config, device):
+    with torch.device("meta"):
+        model = GPT(config)
+    model.to_empty(device=device)
+    model.init_weights()
+    return model
+
+
+def compile_model(model, device):
+    return torch.compile(model, dynamic=False, fullgraph=True) if COMPILE and can_compile(device) else model
+
+
+def autocast(device):
+    return torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def save_model(path, model, facts):
+    """Write the model whole or not at all; on the disk when this returns, so that no crash after it costs the training."""
+    with prepare.replace_file(path, "wb") as f:
+        torch.save({"config": asdict(model.config), "model": model.state_dict(), "facts": facts}, f)
+
+
+def load_model(path, device):
+    try:
+        saved = torch.load(path, map_location=device, weights_only=True)
+        model = build_model(GPTConfig(**saved["config"]), device)
+        model.load_state_dict(saved["model"])
+        return model, saved["facts"]
+    except FileNotFoundError:
+        fail(f"--evaluate {path}: no such file")
+    except Exception as e:  # whatever torch makes of a file that isn't one
+        fail(f"--evaluate {path}: not a model of this train.py ({str(e).splitlines()[0][:120]})")
+
+
+# ---------------------------------------------------------------------------
+# Training
+# ---------------------------------------------------------------------------
+
+
+class Progress:
+    """One updating line on a terminal; into a file a plain line every few seconds."""
+
+    def __init__(self, every=5.0):
+        self.terminal, self.every, self.last = sys.stdout.isatty(), every, -math.inf
+
+    def show(self, line):
+        now = time.monotonic()
+        if self.terminal:
+            print(f"\r{line}\x1b[K", end="", flush=True)
+        elif now - self.last >= self.every:
+            self.last = now
+            print(line, flush=True)
+
+    def end(self):
+        if self.terminal:
+            print()
+
+
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def train(model, optimizer, loader, device, flops_per_step, peak):
+    """Steps until the time budget is used. Returns (steps, timed seconds)."""
+    compiled = compile_model(model, device)
+    micro_batches = TOTAL_BATCH_SIZE // (DEVICE_BATCH_SIZE * MAX_SEQ_LEN)
+    progress_line, smooth_loss, seconds, step = Progress(), 0.0, 0.0, 0
+    x, y, epoch = next(loader)
+    while seconds < TIME_BUDGET:
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(micro_batches):
+            with autocast(device):
+                loss = compiled(x, y)
+            (loss / micro_batches).backward()
+            x, y, epoch = next(loader)  # while the GPU is at work
+        progress = min(seconds / TIME_BUDGET, 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * lr_multiplier(progress)
+            if group["kind"] == "muon":
+                group["momentum"] = muon_momentum(step)
+                group["weight_decay"] = muon_weight_decay(progress)
+        optimizer.step()
+        model.zero_grad(set_to_none=True)
+        loss = loss.item()
+        if not loss <= 100:  # NaN too
+            progress_line.end()
+            fail(f"the loss is {loss} at step {step}: the run diverged")
+        synchronize(device)
+        elapsed = time.perf_counter() - start
+        if step > 10:  # the first ones compile and warm up
+            seconds += elapsed
+        smooth_loss = 0.9 * smooth_loss + 0.1 * loss
+        mfu = f"{100 * flops_per_step / elapsed / peak:.1f}%" if peak else "n/a"
+        debiased_loss = smooth_loss / (1 - 0.9 ** (step + 1))
+        progress_line.show(
+            f"step {step:05d} ({100 * progress:.1f}%) | loss: {debiased_loss:.6f} | lrm: {lr_multiplier(progress):.2f} | "
+            f"dt: {elapsed * 1000:.0f}ms | tok/sec: {TOTAL_BATCH_SIZE / elapsed:,.0f} | mfu: {mfu} | epoch: {epoch} | "
+            f"remaining: {max(0, TIME_BUDGET - seconds):.0f}s"
+        )
+        if step == 0:  # a collection stalls for half a second: everything so far stays, and from now on there is little garbage
+            gc.collect()
+            gc.freeze()
+            gc.disable()
+        elif (step + 1) % 5000 == 0:
+            gc.collect()
+        step += 1
+    progress_line.end()
+    return step, seconds
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Train a small GPT for a fixed time and evaluate it.")
+    parser.add_argument("--keep", action="store_true", help="keep the trained model in model.pt")
+    parser.add_argument("--evaluate", metavar="FILE", help="evaluate a saved model instead of training one")
+    args = parser.parse_args()
+
+    started = time.time()
+    seed = prepare.seed_everything()
+    torch.set_float32_matmul_precision("high")
+    facts = prepare.check_dataset()  # before anything that takes time
+    fingerprint = prepare.fingerprint()
+    device = find_device()
+    peak, device_name = peak_flops(device)
+    cap_shared_memory(device)
+    tokenizer = Tokenizer.from_directory()
+    print(
+        f"Dataset: {facts['name']}, context {MAX_SEQ_LEN}, vocabulary {tokenizer.get_vocab_size()}, time budget {TIME_BUDGET} s, "
+        f"fingerprint {fingerprint}, seed {seed}"
+    )
+    print(f"Device: {device_name}, torch {torch.__version__}, bf16 peak {f'{peak / 1e12:g} TFLOP/s' if peak else 'unknown'}")
+
+    path = args.evaluate or CHECKPOINT
+    if args.evaluate:
+        model, result = load_model(path, device)
+        if result["fingerprint"] != fingerprint:
+            fail(f"--evaluate {path}: trained on {result['fingerprint']}, and here is {fingerprint}: the number would not compare")
+        started -= result["seconds_before_evaluation"]
+    else:
+        config = model_config(tokenizer.get_vocab_size())
+        model = build_model(config, device)
+        counts, flops_per_token = model.num_scaling_params(), model.estimate_flops()
+        print(f"Model: {config}")
+        print("Parameters: " + ", ".join(f"{name} {count:,}" for name, count in counts.items()))
+        attention_kinds = ", ".join(f"{how(mask)} up to {window}" for window, mask in sorted(model.masks.items()))
+        print(f"Attention: {ATTENTION} ({attention_kinds}); {flops_per_token:.3e} FLOPs per token")
+        optimizer = model.setup_optimizer(
+            unembedding_lr=UNEMBEDDING_LR,
+            embedding_lr=EMBEDDING_LR,
+            matrix_lr=MATRIX_LR,
+            weight_decay=WEIGHT_DECAY,
+            adam_betas=ADAM_BETAS,
+            scalar_lr=SCALAR_LR,
+        )
+        loader = make_dataloader(tokenizer, DEVICE_BATCH_SIZE, MAX_SEQ_LEN, "train")
+        steps, seconds = train(model, optimizer, loader, device, flops_per_token * TOTAL_BATCH_SIZE, peak)
+        timed = (steps - 11) * TOTAL_BATCH_SIZE * flops_per_token / seconds
+        result = {
+            "training_seconds": f"{seconds:.1f}",
+            "mfu_percent": f"{100 * timed / peak:.2f}" if peak else "n/a",
+            "total_tokens_M": f"{steps * TOTAL_BATCH_SIZE / 1e6:.1f}",
+            "num_steps": steps,
+            "num_params_M": f"{counts['total'] / 1e6:.1f}",
+            "depth": DEPTH,
+            "fingerprint": fingerprint,
+            "seed": seed,
+            "attention": f"{ATTENTION} ({attention_kinds})",
+            "tok_per_sec": f"{(steps - 11) * TOTAL_BATCH_SIZE / seconds:.0f}",
+            "device_batch_size": DEVICE_BATCH_SIZE,
+            "peak_vram_mb": f"{peak_memory(device):.1f}",
+            "seconds_before_evaluation": time.time() - started,
+        }
+        del optimizer, loader
+        save_model(path, model, result)
+        print(f"Saved {path}")
+
+    evaluation_started = time.time()
+    model.eval()
+    with autocast(device):
+        val_bpb = evaluate_bpb(compile_model(model, device), tokenizer, result["device_batch_size"])
+    ended = time.time()
+    if not args.evaluate and not args.keep:
+        os.remove(path)
+
+    summary = {"val_bpb": f"{val_bpb:.6f}", "training_seconds": result["training_seconds"], "total_seconds": f"{ended - started:.1f}"}
+    summary |= {key: result[key] for key in ("peak_vram_mb", "mfu_percent", "total_tokens_M", "num_steps", "num_params_M", "depth")}
+    summary |= {
+        "dataset": facts["name"],
+        "fingerprint": fingerprint,
+        "eval_tokens": EVAL_TOKENS,
+        "seed": result["seed"],
+        "device": device_name,
+        "torch": torch.__version__,
+        "attention": result["attention"],
+        "tok_per_sec": result["tok_per_sec"],
+        "eval_seconds": f"{ended - evaluation_started:.1f}",
+    }
+    print("---")
+    for key, value in summary.items():
+        print(f"{key + ':':<17} {value}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except DataError as e:
+        fail(e, EXIT_ENVIRONMENT)
+    except torch.OutOfMemoryError as e:
+        fail(
+            f"out of GPU memory with DEVICE_BATCH_SIZE {DEVICE_BATCH_SIZE} at depth {DEPTH}: use {max(1, DEVICE_BATCH_SIZE // 2)} "
+            f"(TOTAL_BATCH_SIZE can stay), or a smaller model ({str(e).splitlines()[0]})"
+        )
+    except KeyboardInterrupt:
+        fail("interrupted", 130)
