@@ -1,0 +1,34 @@
+"""The project as a whole: style, the benchmark on batches, and what the README promises."""
+
+import os
+import re
+import subprocess
+import sys
+
+from conftest import PROJECT
+
+
+def test_style():
+    done = subprocess.run([sys.executable, "-m", "ruff", "check", "."], cwd=PROJECT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_readme_names_what_is_there():
+    """Every file in its list of files, and every environment variable in its table, is in the project."""
+    readme = (PROJECT / "README.md").read_text()
+    listed = re.findall(r"^([\w./-]+\.\w+|[\w./-]+/)(?:  +([\w.]+\.sh))?  +\S", readme.split("## Files")[1].split("```")[1], re.M)
+    files = [name for pair in listed for name in pair if name]
+    assert len(files) >= 10 and all((PROJECT / name).exists() for name in files), files
+    code = "".join((PROJECT / name).read_text() for name in ("env.sh", "run.sh", "prepare.py", "train.py", "machine.py"))
+    variables = set(re.findall(r"`([A-Z][A-Z0-9_]{5,})`", readme.split("## Settings")[1].split("## Measured")[0]))
+    assert "AUTORESEARCH_SEED" in variables and {v for v in variables if v not in code} <= {"HTTPS_PROXY"}
+
+
+def test_loader_benchmark(demo, tmp_path):
+    """It also checks that the loader makes the same batches as the rule read literally."""
+    command = [sys.executable, "benchmarks/loader.py", "--seconds", "0.1", "--rounds", "1", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=PROJECT, env=os.environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(",") for line in (tmp_path / "loader.csv").read_text().splitlines()]
+    assert [row[:2] for row in rows[1:]] == [[T, name] for T in ("256", "2048") for name in ("this loader", "straightforward")]
+    assert all(float(row[2]) > 5 for row in rows[1:] if row[1] == "this loader") and (tmp_path / "loader.png").stat().st_size > 1000
