@@ -42,7 +42,7 @@ def find_device():
         build = "ROCm" if torch.version.hip else "CUDA" if torch.version.cuda else "CPU"
         fail(
             f"this machine has a GPU ({hardware}) that this torch ({torch.__version__}, a {build} build) can't use. Move venv/ away and"
-            " run ./run.sh to install the right one, or check the driver and your permissions on /dev/kfd and /dev/dri (groups render, video)",
+            " run ./run.sh to install the right one, or check the driver and your permissions on /dev/kfd and /dev/dri",
             EXIT_ENVIRONMENT,
         )
     print("No GPU: this is the DEMONSTRATION on the CPU. It shows the whole loop; its numbers compare only with other demonstrations.")

@@ -15,6 +15,59 @@ for name in ("AUTORESEARCH_TIME_BUDGET", "AUTORESEARCH_SEED", "HF_ENDPOINT", "HF
 sys.path[:0] = [str(PROJECT), str(Path(__file__).parent)]
 
 import pytest  # noqa: E402
+import torch  # noqa: E402
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton.jit decorates, so before any kernel is imported
+
+
+def _round_to_bfloat16_like_a_gpu():
+    """Triton's interpreter truncates float32 to bfloat16, which would double every error that the tests measure."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    original = interpreter._convert_float
+
+    def convert(x, source, target, rounding):
+        if source == tl.float32 and target == tl.bfloat16:
+            return torch.from_numpy(np.array(x, np.float32)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return original(x, source, target, rounding)
+
+    interpreter._convert_float = convert
+
+
+def pytest_configure(config):
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        _round_to_bfloat16_like_a_gpu()
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        if item.get_closest_marker("emulator") and not os.environ.get("TINYGRAD_PATH"):
+            item.add_marker(pytest.mark.skip(reason="needs TINYGRAD_PATH, a clone of tinygrad"))
+
+
+@pytest.fixture
+def device():
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def poison_empty(monkeypatch):
+    """Every tensor that is allocated without being filled holds NaN, so that an element which no kernel writes shows."""
+
+    def poisoned(allocate):
+        def wrapper(*args, **kwargs):
+            t = allocate(*args, **kwargs)
+            return t.fill_(float("nan")) if t.is_floating_point() else t
+
+        return wrapper
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,273 @@
+"""A learned mix of the residual stream with the embedding, and its RMSNorm, in one pass each way.
+
+    mixed = resid_lambda·x + x0_lambda·x0;   residual_mix_norm(...) = (mixed, mixed / sqrt(mean(mixed²) + eps))
+
+Backward, with d the whole gradient of mixed (what came for it, and RMSNorm's of the norm's): dx = resid_lambda·d, dx0 = x0_lambda·d,
+dresid_lambda = Σ d·x, dx0_lambda = Σ d·x0. mixed is computed again from x and x0, which the lambdas' gradients read anyway, so only
+inputs are saved. The lambdas' sums have two stages (one partial sum a program, then the partial sums) in a fixed order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._common import as_rows, forbid_double_backward, require_device, require_float
+from ._ops import add_op_namespace_prefix
+from .rms_norm import MAX_TILE_WIDTH, rms_norm_ref, tile
+
+EPS = torch.finfo(torch.float32).eps
+
+
+@triton.jit
+def _mix(X, X0, RESID, EMBED, first, stride_x, stride_x0, row, col, mask):
+    """x, x0, both lambdas, and mixed as it is stored."""
+    x = tl.load(X + first * stride_x + (row * stride_x + col), mask, 0.0).to(tl.float32)
+    x0 = tl.load(X0 + first * stride_x0 + (row * stride_x0 + col), mask, 0.0).to(tl.float32)
+    resid = tl.load(RESID).to(tl.float32)
+    embed = tl.load(EMBED).to(tl.float32)
+    return x, x0, resid, embed, (resid * x + embed * x0).to(X.dtype.element_ty)
+
+
+@triton.jit
+def residual_mix_norm_kernel(
+    X, X0, RESID, EMBED, MIXED, Y, n_rows, stride_x, stride_x0, eps, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = tl.arange(0, ROWS)[:, None]
+    col = tl.arange(0, BLOCK)[None, :]
+    mask = (row < n_rows - first) & (col < N)
+    _x, _x0, _resid, _embed, mixed = _mix(X, X0, RESID, EMBED, first, stride_x, stride_x0, row, col, mask)
+    at = first * N
+    tl.store(MIXED + at + (row * N + col), mixed, mask)
+    m = mixed.to(tl.float32)
+    y = m * tl.rsqrt(tl.sum(m * m, 1, keep_dims=True) * (1.0 / N) + eps)
+    tl.store(Y + at + (row * N + col), y.to(Y.dtype.element_ty), mask)
+
+
+@triton.jit
+def residual_mix_norm_backward_kernel(
+    DMIXED,
+    DY,
+    X,
+    X0,
+    RESID,
+    EMBED,
+    DX,
+    DX0,
+    SUMS,
+    n_rows,
+    stride_dmixed,
+    stride_dy,
+    stride_x,
+    stride_x0,
+    eps,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """SUMS: (programs, 2), the lambdas' partial sums."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = tl.arange(0, ROWS)[:, None]
+    col = tl.arange(0, BLOCK)[None, :]
+    mask = (row < n_rows - first) & (col < N)
+    x, x0, resid, embed, mixed = _mix(X, X0, RESID, EMBED, first, stride_x, stride_x0, row, col, mask)
+    d = tl.zeros((ROWS, BLOCK), tl.float32)
+    if DY is not None:
+        g = tl.load(DY + first * stride_dy + (row * stride_dy + col), mask, 0.0).to(tl.float32)
+        m = mixed.to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(m * m, 1, keep_dims=True) * (1.0 / N) + eps)
+        d += rstd * (g - m * (tl.sum(g * m, 1, keep_dims=True) * (1.0 / N) * rstd * rstd))
+    if DMIXED is not None:
+        d += tl.load(DMIXED + first * stride_dmixed + (row * stride_dmixed + col), mask, 0.0).to(tl.float32)
+    at = first * N
+    if DX is not None:
+        tl.store(DX + at + (row * N + col), (resid * d).to(DX.dtype.element_ty), mask)
+    if DX0 is not None:
+        tl.store(DX0 + at + (row * N + col), (embed * d).to(DX0.dtype.element_ty), mask)
+    if SUMS is not None:
+        tl.store(SUMS + 2 * tl.program_id(0), tl.sum(tl.sum(d * x, 1), 0))
+        tl.store(SUMS + 2 * tl.program_id(0) + 1, tl.sum(tl.sum(d * x0, 1), 0))
+
+
+def _empty(x):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@torch.library.custom_op(add_op_namespace_prefix("residual_mix_norm"), mutates_args=())
+def residual_mix_norm_op(x: Tensor, x0: Tensor, resid_lambda: Tensor, x0_lambda: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    mixed, y = _empty(x), _empty(x)
+    N = x.shape[-1]
+    ROWS, BLOCK, num_warps = tile(N)
+    x, x0 = as_rows(x, ROWS), as_rows(x0, ROWS)
+    if x.shape[0]:
+        with torch.cuda.device_of(x):
+            residual_mix_norm_kernel[(triton.cdiv(x.shape[0], ROWS),)](
+                x,
+                x0,
+                resid_lambda,
+                x0_lambda,
+                mixed,
+                y,
+                x.shape[0],
+                x.stride(0),
+                x0.stride(0),
+                eps,
+                N,
+                ROWS,
+                BLOCK,
+                num_warps=num_warps,
+                num_stages=1,
+            )
+    return mixed, y
+
+
+@residual_mix_norm_op.register_fake
+def _(x, x0, resid_lambda, x0_lambda, eps):
+    return _empty(x), _empty(x)
+
+
+@torch.library.custom_op(add_op_namespace_prefix("residual_mix_norm_backward"), mutates_args=())
+def residual_mix_norm_backward_op(
+    dmixed: Tensor | None,
+    dy: Tensor | None,
+    x: Tensor,
+    x0: Tensor,
+    resid_lambda: Tensor,
+    x0_lambda: Tensor,
+    eps: float,
+    need_dx: bool,
+    need_dx0: bool,
+    need_dlambdas: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dx0, and both lambdas' gradients as one (2,) float32 tensor; what is not needed comes back empty."""
+    dx, dx0 = _empty(x) if need_dx else None, _empty(x0) if need_dx0 else None
+    N = x.shape[-1]
+    ROWS, BLOCK, num_warps = tile(N)
+    x, x0 = as_rows(x, ROWS), as_rows(x0, ROWS)
+    dmixed, dy = (None if d is None else as_rows(d, ROWS) for d in (dmixed, dy))
+    programs = triton.cdiv(x.shape[0], ROWS)
+    sums = torch.empty((programs, 2), dtype=torch.float32, device=x.device) if need_dlambdas else None
+    if programs:
+        strides = [0 if t is None else t.stride(0) for t in (dmixed, dy, x, x0)]
+        with torch.cuda.device_of(x):
+            residual_mix_norm_backward_kernel[(programs,)](
+                dmixed,
+                dy,
+                x,
+                x0,
+                resid_lambda,
+                x0_lambda,
+                dx,
+                dx0,
+                sums,
+                x.shape[0],
+                *strides,
+                eps,
+                N,
+                ROWS,
+                BLOCK,
+                num_warps=num_warps,
+                num_stages=1,
+            )
+    dlambdas = sums.sum(0) if need_dlambdas else None
+    return tuple(x.new_empty(0) if d is None else d for d in (dx, dx0, dlambdas))
+
+
+@residual_mix_norm_backward_op.register_fake
+def _(dmixed, dy, x, x0, resid_lambda, x0_lambda, eps, need_dx, need_dx0, need_dlambdas):
+    dlambdas = torch.empty(2, dtype=torch.float32, device=x.device) if need_dlambdas else x.new_empty(0)
+    return _empty(x) if need_dx else x.new_empty(0), _empty(x0) if need_dx0 else x.new_empty(0), dlambdas
+
+
+forbid_double_backward("residual_mix_norm", residual_mix_norm_backward_op)
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)  # an unused output must not cost a tensor of zeros
+
+
+def _backward_residual_mix_norm(ctx, dmixed, dy):
+    x, x0, resid_lambda, x0_lambda = ctx.saved_tensors
+    need_dx, need_dx0, need_resid, need_embed, _ = ctx.needs_input_grad
+    dx, dx0, dlambdas = residual_mix_norm_backward_op(
+        dmixed, dy, x, x0, resid_lambda, x0_lambda, ctx.eps, need_dx, need_dx0, need_resid or need_embed
+    )
+    return (
+        dx if need_dx else None,
+        dx0 if need_dx0 else None,
+        dlambdas[0].to(resid_lambda.dtype) if need_resid else None,
+        dlambdas[1].to(x0_lambda.dtype) if need_embed else None,
+        None,
+    )
+
+
+residual_mix_norm_op.register_autograd(_backward_residual_mix_norm, setup_context=_save)
+
+
+def residual_mix_norm(x, x0, resid_lambda, x0_lambda, eps=EPS):
+    """`mixed = resid_lambda * x + x0_lambda * x0; return mixed, rms_norm(mixed)`, without weight.
+
+    x, x0: (..., N), N ≤ 8,192, one shape and dtype (float32, float16, bfloat16), which both results have; resid_lambda, x0_lambda: 0-D
+    tensors on the same device, float32 as a rule, that promote nothing. Once differentiable in all four. ValueError for anything else.
+    """
+    require_float("residual_mix_norm", x, x0, resid_lambda, x0_lambda)
+    require_device("residual_mix_norm", x, x0, resid_lambda, x0_lambda)
+    if x.shape != x0.shape or x.dtype != x0.dtype:
+        raise ValueError(
+            f"residual_mix_norm: x {x.dtype} {tuple(x.shape)} and x0 {x0.dtype} {tuple(x0.shape)} must have one shape and dtype"
+        )
+    if x.ndim == 0 or not 1 <= x.shape[-1] <= MAX_TILE_WIDTH:
+        raise ValueError(f"residual_mix_norm: x of shape {tuple(x.shape)}; the last dimension must be 1 to {MAX_TILE_WIDTH}")
+    if resid_lambda.ndim or x0_lambda.ndim:
+        raise ValueError(f"residual_mix_norm: lambdas of shapes {tuple(resid_lambda.shape)}, {tuple(x0_lambda.shape)}; need 0-D tensors")
+    return residual_mix_norm_op(x, x0, resid_lambda, x0_lambda, float(eps))
+
+
+def residual_mix_norm_ref(x, x0, resid_lambda, x0_lambda, eps=EPS):
+    mixed = resid_lambda * x + x0_lambda * x0
+    return mixed, rms_norm_ref(mixed, None, eps)
+
+
+def gfx1151_cases():
+    """What benchmarks/gfx1151_report.py compiles: train.py's width, and wider models'."""
+    for width in (512, 768, 2048, 8192):
+        ROWS, BLOCK, num_warps = tile(width)
+        p, f, size = "*bf16", "*fp32", {"N": width, "ROWS": ROWS, "BLOCK": BLOCK}
+        common = {
+            "constexprs": size,
+            "options": {"num_warps": num_warps, "num_stages": 1},
+            "kind": "memory",
+            "default": True,
+            "shape": f"(rows, {width}) bf16",
+            "multiples_of_16": ("stride_x", "stride_x0", "stride_dmixed", "stride_dy"),
+        }
+        last = {"stride_x": "i32", "stride_x0": "i32", "eps": "fp32", **dict.fromkeys(size, "constexpr")}
+        yield {
+            "name": "residual_mix_norm",
+            "kernel": residual_mix_norm_kernel,
+            **common,
+            "signature": {"X": p, "X0": p, "RESID": f, "EMBED": f, "MIXED": p, "Y": p, "n_rows": "i32", **last},
+        }
+        yield {
+            "name": "residual_mix_norm_backward",
+            "kernel": residual_mix_norm_backward_kernel,
+            **common,
+            "signature": {
+                "DMIXED": p,
+                "DY": p,
+                "X": p,
+                "X0": p,
+                "RESID": f,
+                "EMBED": f,
+                "DX": p,
+                "DX0": p,
+                "SUMS": f,
+                "n_rows": "i32",
+                "stride_dmixed": "i32",
+                "stride_dy": "i32",
+                **last,
+            },
+        }

@@ -1,0 +1,54 @@
+"""A drop-in for `torch.nn.functional.scaled_dot_product_attention` that uses `flash_attention` where that computes the same thing.
+
+Same arguments, shapes and results; whatever the kernel does not do (masks, dropout, float32, the CPU, odd head sizes, causal
+attention of unequal lengths) goes to torch unchanged, errors included: never a silently different number.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from ._common import INTERPRETED
+from .attention import flash_attention
+
+# A few queries over many keys, as in decoding, are a matrix-vector product: torch splits the keys over the GPU, the kernel does not.
+MIN_QUERIES = 16
+
+
+def _kernel_can(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+    tensors = query, key, value
+    if attn_mask is not None or dropout_p != 0.0 or any(type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_nested for x in tensors):
+        return False
+    device = query.device
+    if key.device != device or value.device != device or not (device.type == "cuda" or INTERPRETED and device.type == "cpu"):
+        return False
+    if torch.is_autocast_enabled(device.type):  # torch casts, then attends
+        dtypes = {torch.get_autocast_dtype(device.type)} if all(x.dtype.is_floating_point for x in tensors) else set()
+    else:
+        dtypes = {x.dtype for x in tensors}
+    if dtypes not in ({torch.float16}, {torch.bfloat16}) or not query.ndim == key.ndim == value.ndim == 4:
+        return False
+    (B, n_head, n_queries, head_dim), (n_kv_head, n_keys) = query.shape, key.shape[1:3]
+    if key.shape != value.shape or key.shape[0] != B or key.shape[3] != head_dim or head_dim % 8 or not 16 <= head_dim <= 256:
+        return False
+    if n_kv_head == 0 or n_head % n_kv_head or n_head != n_kv_head and not enable_gqa:
+        return False
+    if B == 0 or n_queries < MIN_QUERIES or n_keys == 0 or is_causal and n_queries != n_keys:
+        return False
+    return scale is None or 0 < scale < math.inf
+
+
+def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """Attention of query (B, n_head, Tq, head_dim) over key and value (B, n_kv_head, Tk, head_dim), as torch's function of this kind.
+
+    The kernel takes float16 and bfloat16 (also by autocast) on a GPU, without mask or dropout, head_dim a multiple of 8 from 16 to 256,
+    at least 16 queries, grouped KV heads with `enable_gqa`, and `is_causal` with Tq = Tk; torch takes the rest.
+    Like torch's flash backend it returns a transposed view of (B, Tq, n_head, head_dim) and is differentiable once.
+    """
+    if _kernel_can(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+        out = flash_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), causal=is_causal, scale=scale)
+        return out.transpose(1, 2)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
