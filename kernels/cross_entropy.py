@@ -58,24 +58,28 @@ def _exp(x):
 
 
 @triton.jit
-def _softcap(x, SOFTCAP: tl.constexpr):
-    """softcap * tanh(x / softcap) in float32, as accurate as a library's tanh: losses are differences of these."""
+def _softcap(x, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
+    """softcap * tanh(x / softcap) in float32: with EXACT as accurate as a library's tanh, else to an ulp of softcap / 2.
+
+    Losses are differences of these, so float32 logits need the first; half-precision ones are known to 2^-9 or 2^-12 of themselves.
+    """
     if SOFTCAP == 0.0:
         return x
-    a = tl.abs(x)
-    # |u| < 0.7: tanh(u) = u + u³ p(u²), p fitted for the smallest largest relative error (1.4e-8).
-    u = x * (1.0 / SOFTCAP)
-    z = u * u
-    p = -3.3333197e-1 + z * (1.3329244e-1 + z * (-5.3566977e-2 + z * (2.0111630e-2 + z * -5.1550893e-3)))
-    small = a + (a * z) * p
-    # beyond: 1 - 2 e / (1 + e) with e = exp(-2|u|), which cannot overflow. The reciprocal is rsqrt squared and one Newton step,
+    # tanh(|u|) = (1 - e) / (1 + e) with e = exp(-2|u|), which cannot overflow. The reciprocal is rsqrt squared and one Newton step,
     # because a division is a dozen instructions on RDNA3.
+    a = tl.abs(x)
     e = tl.exp2(a * (-2.0 * LOG2E / SOFTCAP))
     r = tl.rsqrt(1.0 + e)
     r = r * r
     r = r + r * (1.0 - (1.0 + e) * r)
-    s = tl.where(a < 0.7 * SOFTCAP, small, SOFTCAP - (2.0 * SOFTCAP) * e * r)  # NaN stays NaN
-    return tl.where(x < 0.0, -s, s)
+    s = (SOFTCAP - SOFTCAP * e) * r
+    if EXACT:
+        # |u| < 0.7, where that cancels: tanh(u) = u + u³ p(u²), p fitted for the smallest largest relative error (1.4e-8).
+        u = x * (1.0 / SOFTCAP)
+        z = u * u
+        p = -3.3333197e-1 + z * (1.3329244e-1 + z * (-5.3566977e-2 + z * (2.0111630e-2 + z * -5.1550893e-3)))
+        s = tl.where(a < 0.7 * SOFTCAP, a + (a * z) * p, s)
+    return tl.where(x < 0.0, -s, s)  # NaN stays NaN
 
 
 @triton.jit
@@ -90,10 +94,11 @@ def _grad(p, s, hit, SOFTCAP: tl.constexpr):
 @triton.jit
 def _load_capped(logits, cols, vocab, SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
     """Capped logits as `_softcap` gives them, -inf beyond the vocabulary."""
+    EXACT: tl.constexpr = logits.dtype.element_ty == tl.float32
     if MASKED:
-        s = _softcap(tl.load(logits + cols, mask=cols < vocab, other=0.0).to(tl.float32), SOFTCAP)
+        s = _softcap(tl.load(logits + cols, mask=cols < vocab, other=0.0).to(tl.float32), SOFTCAP, EXACT)
         return tl.where(cols < vocab, s, float("-inf"))
-    return _softcap(tl.load(logits + cols).to(tl.float32), SOFTCAP)
+    return _softcap(tl.load(logits + cols).to(tl.float32), SOFTCAP, EXACT)
 
 
 @triton.jit
@@ -116,7 +121,8 @@ def _row_kernel(
     ignored = target == ignore_index
     valid = (target >= 0) & (target < vocab)
     logits += row.to(tl.int64) * stride
-    s_target = _softcap(tl.load(logits + target, mask=valid, other=0.0).to(tl.float32), SOFTCAP)
+    EXACT: tl.constexpr = logits.dtype.element_ty == tl.float32
+    s_target = _softcap(tl.load(logits + target, mask=valid, other=0.0).to(tl.float32), SOFTCAP, EXACT)
 
     cols = tl.arange(0, BLOCK)
     if LOOP:
