@@ -252,7 +252,7 @@ class GPT(nn.Module):
         logits = 15 * torch.tanh(logits / 15)
         if targets is None:
             return logits
-        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1, reduction=reduction)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
 
 
 # ---------------------------------------------------------------------------
