@@ -104,8 +104,9 @@ _ar_find_hardware() {
 # but nothing here is tested on it.
 _ar_choose_python() {
     _ar_without_venv=""
-    # shellcheck disable=SC2086  # a list of names
-    for _ar_name in ${AUTORESEARCH_PYTHON:-python3.13 python3.12 python3.11 python3.10 python3 python python3.14}; do
+    if [ -n "${AUTORESEARCH_PYTHON:-}" ]; then set -- "$AUTORESEARCH_PYTHON"
+    else set -- python3.13 python3.12 python3.11 python3.10 python3 python python3.14; fi
+    for _ar_name; do
         "$_ar_name" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' >/dev/null 2>&1 || continue
         if "$_ar_name" -c 'import ensurepip, venv' >/dev/null 2>&1; then echo "$_ar_name"; return; fi
         _ar_without_venv=${_ar_without_venv:-$_ar_name}

@@ -45,7 +45,10 @@ def find_device():
             " run ./run.sh to install the right one, or check the driver and your permissions on /dev/kfd and /dev/dri",
             EXIT_ENVIRONMENT,
         )
-    print("No GPU: this is the DEMONSTRATION on the CPU. It shows the whole loop; its numbers compare only with other demonstrations.")
+    if prepare.DATASET.name == "demo":
+        print("No GPU: this is the DEMONSTRATION on the CPU. It shows the whole loop; its numbers compare only with other demonstrations.")
+    else:
+        print("No GPU: this runs on the CPU")
     return torch.device("cpu")
 
 
@@ -104,7 +107,13 @@ def can_compile(device):
     if device.type == "cuda":
         return True  # by Triton; run.sh has made sure of what that needs
     compiler = next(filter(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++")), None)
-    header = os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h"))
-    if not (compiler and header):
-        print(f"No {'Python.h' if compiler else 'C++ compiler'}: the model runs uncompiled, slower")
-    return bool(compiler and header)
+    missing = None
+    if not compiler:
+        missing = "No C++ compiler"
+    elif not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
+        missing = "No Python.h"
+    elif len(torch.__file__.split()) > 1:
+        missing = "torch lies in a path with a space, which it does not quote for the compiler (run.sh avoids it)"
+    if missing:
+        print(f"{missing}: the model runs uncompiled, slower")
+    return not missing

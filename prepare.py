@@ -30,9 +30,11 @@ import sys
 import sysconfig
 import threading
 import time
+import zipfile
 from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import pyarrow as pa
@@ -75,11 +77,17 @@ class Dataset:
         return os.path.join(self.data_dir, "dataset.json")
 
 
+class NoResult(ValueError):
+    """What a model returned can't be its losses, so there is no number."""
+
+
 class DataError(RuntimeError):
     """The data is missing, broken or not the data that was asked for; the message says what to do."""
 
 
-CACHE_DIR = os.environ.get("AUTORESEARCH_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "autoresearch")
+CACHE_DIR = os.path.expanduser(os.environ.get("AUTORESEARCH_CACHE") or os.path.join("~", ".cache", "autoresearch"))
+if CACHE_DIR.startswith("~"):
+    raise SystemExit("this user has no home folder: say where data goes with AUTORESEARCH_CACHE=/some/folder")
 GPU_SIZES = dict(max_seq_len=2048, vocab_size=8192, eval_tokens=40 * 524288, time_budget=600)
 CPU_SIZES = dict(max_seq_len=256, vocab_size=2048, eval_tokens=2**16, time_budget=60)  # so that a bare CPU shows the whole loop in minutes
 
@@ -87,10 +95,11 @@ CPU_SIZES = dict(max_seq_len=256, vocab_size=2048, eval_tokens=2**16, time_budge
 def gpu_hardware(root="/"):
     """What GPU is in this machine, whether or not torch can use it: "AMD gfx1151", "NVIDIA", or None. Reads device files only.
 
-    AUTORESEARCH_HARDWARE=none, which run.sh understands too, makes a machine one without a GPU.
+    AUTORESEARCH_HARDWARE (gfx1151, amd, nvidia or none), which run.sh sets and understands too, is taken at its word.
     """
-    if os.environ.get("AUTORESEARCH_HARDWARE") == "none":
-        return None
+    told = os.environ.get("AUTORESEARCH_HARDWARE")
+    if told:
+        return {"none": None, "nvidia": "NVIDIA", "amd": "AMD"}.get(told, f"AMD {told}")
     for path in sorted(glob.glob(os.path.join(root, "sys/class/kfd/kfd/topology/nodes/*/properties"))):
         with contextlib.suppress(OSError, ValueError), open(path) as f:
             version = int(dict(line.split()[:2] for line in f if " " in line).get("gfx_target_version", 0))
@@ -181,15 +190,18 @@ def only_one(root):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"Waiting for another prepare.py that is at work in {root}")
+            print(f"Waiting for another prepare.py that is at work in {root}", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
+        for leftover in glob.glob(os.path.join(glob.escape(root), "*", "*.tmp")):  # of a call that was killed
+            os.remove(leftover)
         yield  # the kernel lets go of the lock when the process ends, however it ends
 
 
 def read_json(path):
-    """The object in a JSON file, or None where there is no such file or no JSON in it."""
+    """The object in a JSON file, or None where there is no such file or no JSON object in it."""
     with contextlib.suppress(FileNotFoundError, ValueError), open(path) as f:
-        return json.load(f)
+        content = json.load(f)
+        return content if isinstance(content, dict) else None
     return None
 
 
@@ -198,6 +210,15 @@ def sha256(*buffers):
     for buffer in buffers:
         digest.update(buffer)
     return digest.hexdigest()
+
+
+def read_texts(path, group):
+    """The texts of one row group of a shard. DataError if it can't be read, though the file's end is whole."""
+    try:
+        texts = pq.ParquetFile(path).read_row_group(group, columns=["text"]).column("text").to_pylist()
+    except (pa.ArrowException, OSError) as e:
+        raise DataError(f"{path} is damaged ({str(e)[:80]}): remove it and run prepare.py again") from None
+    return [text or "" for text in texts]  # a missing text is an empty one
 
 
 def list_shards(data_dir):
@@ -236,7 +257,7 @@ def why_not_a_shard(path):
         metadata = pq.read_metadata(path)  # the footer is the file's last part: a truncated file has none
         schema = metadata.schema.to_arrow_schema()
     except (pa.ArrowException, OSError) as e:
-        return f"not a whole parquet file ({str(e).splitlines()[0][:80]})"
+        return f"not a whole parquet file ({str(e)[:80]})"
     if "text" not in schema.names or not (
         pa.types.is_string(schema.field("text").type) or pa.types.is_large_string(schema.field("text").type)
     ):
@@ -373,7 +394,8 @@ def text_files(paths):
         if os.path.isdir(path):
             for folder, folders, names in os.walk(path):
                 folders.sort()
-                yield from (os.path.join(folder, n) for n in sorted(names) if n.endswith(TEXT_SUFFIXES))
+                files = (os.path.join(folder, n) for n in sorted(names) if n.endswith(TEXT_SUFFIXES))
+                yield from filter(os.path.isfile, files)  # no dangling links, no pipes
         elif not os.path.exists(path):
             raise DataError(f"--text {path}: no such file or folder")
         elif not path.endswith(TEXT_SUFFIXES):
@@ -384,11 +406,12 @@ def text_files(paths):
 
 def cut(text, longest):
     """`text` in pieces of at most `longest` characters, at ends of lines where there are any."""
-    while len(text) > longest:
-        end = text.rfind("\n", 1, longest) + 1 or longest
-        yield text[:end]
-        text = text[end:]
-    yield text
+    start = 0
+    while len(text) - start > longest:
+        end = text.rfind("\n", start + 1, start + longest) + 1 or start + longest
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 def read_sources(files):
@@ -396,9 +419,9 @@ def read_sources(files):
     skipped = 0
     for path in files:
         try:
-            with open(path, encoding="utf-8") as f:
+            with open(path, encoding="utf-8-sig") as f:
                 text = f.read()
-        except UnicodeDecodeError:
+        except (UnicodeDecodeError, PermissionError):
             skipped += 1
             continue
         if not path.endswith(".jsonl"):
@@ -409,11 +432,11 @@ def read_sources(files):
                 try:
                     document = json.loads(line)["text"]
                     document.encode("utf-8")
-                except (ValueError, KeyError, TypeError, AttributeError):
+                except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                     raise DataError(f"{path}, line {number}: no JSON object with a string 'text'") from None
                 yield document
     if skipped:
-        print(f"Skipped {skipped} file(s) that are not UTF-8")
+        print(f"Skipped {skipped} file(s) that are not UTF-8, or not to be read")
 
 
 def write_shards(dataset, sources):
@@ -497,7 +520,7 @@ class Tokenizer:
             return cls.from_ranks(ranks, about["pattern"], about["trained_on"])
         except FileNotFoundError as e:
             raise DataError(f"no tokenizer ({e.filename} is missing): run python prepare.py") from None
-        except (ValueError, KeyError, TypeError) as e:
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise DataError(f"the tokenizer in {folder} is broken ({e}): run python prepare.py") from None
 
     def save(self, folder):
@@ -577,9 +600,9 @@ def train_tokenizer(dataset):
         chars = 0
         for name, size in shards:
             trained_on.append([name, size])
-            file = pq.ParquetFile(os.path.join(dataset.data_dir, name))
-            for group in range(file.num_row_groups):
-                for text in file.read_row_group(group, columns=["text"]).column("text").to_pylist():
+            path = os.path.join(dataset.data_dir, name)
+            for group in range(pq.read_metadata(path).num_row_groups):
+                for text in read_texts(path, group):
                     yield text[:DOC_CAP]
                     chars += min(len(text), DOC_CAP)
                     if chars >= MAX_CHARS:
@@ -636,13 +659,17 @@ def open_shard(dataset, name):
     return Shard(tokens, np.cumsum(lengths) - lengths, lengths, row_groups)
 
 
+def shard_digest(shard):
+    """sha256 of a shard's tokens and index, as it stands in its record."""
+    return sha256(shard.tokens, shard.lengths.astype(np.uint32), shard.row_groups.astype(np.uint32))
+
+
 def encode_row_group(job):
     """Tokens and lengths of the documents of one row group. Runs in threads: tiktoken lets go of the interpreter's lock."""
     path, group, tokenizer = job
     bos = np.array([tokenizer.bos_token_id], dtype=np.uint16)
-    texts = pq.ParquetFile(path).read_row_group(group, columns=["text"]).column("text").to_pylist()
     pieces, lengths = [], []
-    for text in texts:
+    for text in read_texts(path, group):
         ids = tokenizer.enc.encode_to_numpy(text, disallowed_special=())  # encode_ordinary, without a Python integer for each token
         pieces += [bos, ids.astype(np.uint16)]
         lengths.append(1 + len(ids))
@@ -686,14 +713,17 @@ def tokenized(dataset, name, tokenizer_digest):
     """The record of a shard's token file if that is whole and of this shard and tokenizer, else None."""
     tokens_path, index_path, about_path = token_paths(dataset, name)
     about, source = read_json(about_path), os.path.join(dataset.data_dir, name)
-    whole = (
-        about
-        and about["tokenizer"] == tokenizer_digest
-        and os.path.exists(index_path)
-        and os.path.exists(tokens_path)
-        and os.path.getsize(tokens_path) == 2 * about["tokens"]
-        and (not os.path.exists(source) or os.path.getsize(source) == about["source_bytes"])
-    )
+    try:
+        with np.load(index_path, allow_pickle=False) as index:
+            documents, tokens = int(index["row_groups"].sum()), int(index["lengths"].sum(dtype=np.int64))
+            whole = (
+                documents == len(index["lengths"]) == about["documents"]
+                and tokens == about["tokens"] == os.path.getsize(tokens_path) // 2
+                and about["tokenizer"] == tokenizer_digest
+                and (not os.path.exists(source) or os.path.getsize(source) == about["source_bytes"])
+            )
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
+        return None
     return about if whole else None
 
 
@@ -741,14 +771,16 @@ def check_dataset(dataset=None):
     dataset = dataset or DATASET
     mend = "python prepare.py --text PATH..." if dataset.name == "text" else "python prepare.py"
     facts = read_json(dataset.file)
-    if facts is None:
-        raise DataError(f"the dataset {dataset.name} is not prepared in {dataset.root}: run {mend}")
-    names = [s["shard"] for s in facts["shards"]]
+    try:
+        names = [s["shard"] for s in facts["shards"]]
+        sizes = {key: facts[key] for key in ("max_seq_len", "vocab_size", "eval_tokens")}
+    except (KeyError, TypeError):
+        raise DataError(f"the dataset {dataset.name} is not prepared in {dataset.root}: run {mend}") from None
     if VAL_FILENAME not in names or len(names) < 2:
         raise DataError(f"{dataset.file} names {len(names)} shard(s), of which the validation shard {VAL_FILENAME} must be one: run {mend}")
-    for key in ("max_seq_len", "vocab_size", "eval_tokens"):
-        if facts[key] != getattr(dataset, key):
-            raise DataError(f"{dataset.file} was prepared for {key} {facts[key]}, not {getattr(dataset, key)}: run {mend}")
+    for key, value in sizes.items():
+        if value != getattr(dataset, key):
+            raise DataError(f"{dataset.file} was prepared for {key} {value}, not {getattr(dataset, key)}: run {mend}")
     if facts["tokenizer"] != Tokenizer.from_directory(dataset.tokenizer_dir).digest():
         raise DataError(f"the tokenizer in {dataset.tokenizer_dir} is not the one that the tokens were made with: run {mend}")
     for shard in facts["shards"]:
@@ -758,12 +790,20 @@ def check_dataset(dataset=None):
     new = sorted(set(list_shards(dataset.data_dir)) - set(names))
     if new:
         raise DataError(f"{len(new)} shard(s) in {dataset.data_dir} were added after preparation ({new[0]} …): run {mend}")
+    validation = next(s for s in facts["shards"] if s["shard"] == VAL_FILENAME)
+    if shard_digest(open_shard(dataset, VAL_FILENAME)) != validation["sha256"]:  # what every number is measured on
+        os.remove(token_paths(dataset, VAL_FILENAME)[2])  # so that the next preparation makes them anew
+        raise DataError(f"the validation tokens in {dataset.tokens_dir} are not those that were prepared: run {mend}")
     return facts
+
+
+# Once a process for what reads the data: what is added to the folder during a run must not end the run before its evaluation.
+checked_dataset = lru_cache(check_dataset)
 
 
 def fingerprint(dataset=None, budget=None):
     """12 hex digits that are equal for two runs if their numbers compare: sizes, tokenizer, every token, and the time budget."""
-    facts = check_dataset(dataset)
+    facts = checked_dataset(dataset or DATASET)
     keys = ("max_seq_len", "vocab_size", "eval_tokens", "tokenizer")
     what = [facts[k] for k in keys] + [s["sha256"] for s in facts["shards"]] + [float(TIME_BUDGET if budget is None else budget)]
     return sha256(json.dumps(what).encode())[:12]
@@ -778,13 +818,15 @@ BUFFER_DOCUMENTS = 1000  # that a row's next document is chosen from, at least
 
 def document_batches(dataset, split):
     """Forever (shard, first document, one past the last, epoch): encoding batches in file order, none across a row group."""
-    names = [s["shard"] for s in check_dataset(dataset)["shards"]]
-    names = [VAL_FILENAME] if split == "val" else [n for n in names if n != VAL_FILENAME]
+    shards = [s for s in checked_dataset(dataset)["shards"] if (s["shard"] == VAL_FILENAME) == (split == "val")]
     epoch = 0
     while True:
         epoch += 1
-        for name in names:
-            shard = open_shard(dataset, name)
+        for record in shards:
+            about = read_json(token_paths(dataset, record["shard"])[2])
+            if not about or about["sha256"] != record["sha256"]:
+                raise DataError(f"the tokens of {record['shard']} in {dataset.tokens_dir} changed during the run")
+            shard = open_shard(dataset, record["shard"])
             end = 0
             for count in shard.row_groups.tolist():
                 start, end = end, end + count
@@ -802,6 +844,11 @@ def packed_rows(dataset, split, capacity):
     order_bits = 40
     latest = (1 << order_bits) - 1
     batches = document_batches(dataset, split)
+    least = BUFFER_DOCUMENTS
+    if dataset.name == "text":
+        documents = [s["documents"] for s in checked_dataset(dataset)["shards"] if (s["shard"] == VAL_FILENAME) == (split == "val")]
+        if sum(documents) < BUFFER_DOCUMENTS:
+            least = 1  # a text that is smaller than the buffer would fill it with copies, and rows with those of its longest documents
     waiting = []  # length << 40 | (latest - order of arrival), ascending
     where = {}  # the low part of such a key → (tokens, start)
     arrived, epoch = 0, 1
@@ -809,7 +856,7 @@ def packed_rows(dataset, split, capacity):
     while True:
         filled = 0
         while filled < capacity:
-            while len(waiting) < BUFFER_DOCUMENTS:
+            while len(waiting) < least:
                 shard, first, end, epoch = next(batches)
                 for length, start in zip(shard.lengths[first:end].tolist(), shard.starts[first:end].tolist(), strict=True):
                     waiting.append(length << order_bits | (latest - arrived))
@@ -839,7 +886,7 @@ def make_dataloader(tokenizer, B, T, split):
     if split not in ("train", "val"):
         raise ValueError(f"split {split!r}: use 'train' or 'val'")
     dataset = DATASET
-    if tokenizer.digest() != check_dataset(dataset)["tokenizer"]:
+    if tokenizer.digest() != checked_dataset(dataset)["tokenizer"]:
         raise DataError(f"the tokens in {dataset.tokens_dir} were made with another tokenizer than the one given: run python prepare.py")
     on_gpu = torch.cuda.is_available()
     rows = packed_rows(dataset, split, T + 1)
@@ -881,28 +928,33 @@ def evaluate_bpb(model, tokenizer, batch_size):
     `model(x, y, reduction="none")` returns the loss of each token in nats. They are summed over the first EVAL_TOKENS tokens where the
     target stands for at least one byte, and divided by ln 2 times those bytes.
     """
+    if batch_size < 1:
+        raise ValueError(f"batch_size {batch_size}: use 1 or more")
     T, rows_left = DATASET.max_seq_len, DATASET.eval_tokens // DATASET.max_seq_len
     loader = make_dataloader(tokenizer, batch_size, T, "val")
-    nats = bytes_ = None
+    nats = bytes_ = impossible = None
     while rows_left > 0:
         x, y, _ = next(loader)
         losses = model(x, y, reduction="none")
         if losses.numel() != y.numel():
-            raise ValueError(
+            raise NoResult(
                 f"model(x, y, reduction='none') returned {tuple(losses.shape)}, not one loss for each of the targets {tuple(y.shape)}"
             )
         if nats is None:
             token_bytes = token_byte_counts(tokenizer).to(y.device)
             nats, bytes_ = torch.zeros((), dtype=torch.float64, device=y.device), torch.zeros((), dtype=torch.int64, device=y.device)
+            impossible = torch.zeros((), dtype=torch.bool, device=y.device)
         rows = min(rows_left, batch_size)  # a smaller last batch would recompile: it is full, and what is too much is left out
         counts = token_bytes[y[:rows]]
         counted = counts > 0
-        nats += torch.where(counted, losses.view(y.shape)[:rows].double(), 0.0).sum()
+        losses = torch.where(counted, losses.reshape(y.shape)[:rows].double(), 0.0)
+        nats += losses.sum()
+        impossible |= (losses < 0).any()
         bytes_ += counts.sum()
         rows_left -= rows
     bpb = nats.item() / (math.log(2) * bytes_.item())
-    if not math.isfinite(bpb):
-        raise ValueError(f"val_bpb is {bpb}: the model's losses are not finite")
+    if impossible.item() or not 0 < bpb < 16:  # NaN fails too; 16 is worse than no model at all
+        raise NoResult(f"val_bpb is {bpb}: no model's losses add up to that, so this is no result")
     return bpb
 
 
@@ -913,10 +965,16 @@ def evaluate_bpb(model, tokenizer, batch_size):
 
 def prepare(dataset, num_shards=10, workers=8, text_paths=None):
     """Make `dataset` ready, doing only what is not done. DataError says what is in the way."""
+
+    def whole(name):
+        path = os.path.join(dataset.data_dir, name)
+        return os.path.exists(path) and why_not_a_shard(path) is None
+
+    checked_dataset.cache_clear()
     with only_one(dataset.root):
         if dataset.name == "climbmix":
             download_climbmix(dataset, num_shards, workers)
-        elif dataset.name == "demo" and not os.path.exists(dataset.file):
+        elif dataset.name == "demo" and not (os.path.exists(dataset.file) and all(whole(n) for n in ("shard_00000.parquet", VAL_FILENAME))):
             print("The demonstration's text: Python's standard library")
             write_shards(dataset, read_sources(standard_library()))
         elif text_paths:
@@ -927,6 +985,9 @@ def prepare(dataset, num_shards=10, workers=8, text_paths=None):
             raise DataError(
                 f"{dataset.data_dir} holds {len(names)} shard(s); at least one for training and {VAL_FILENAME} are needed{hint}"
             )
+        for path in (os.path.join(dataset.data_dir, name) for name in names):
+            if fault := why_not_a_shard(path):
+                raise DataError(f"{path}: {fault}. Remove it and run prepare.py again")
         tokenizer = train_tokenizer(dataset)
         dataset = tokenize(dataset, tokenizer)
     facts = check_dataset(dataset)
@@ -937,6 +998,18 @@ def prepare(dataset, num_shards=10, workers=8, text_paths=None):
         f"Ready: {dataset.name}, {count['train'] / 1e6:.1f}M training and {count['val'] / 1e6:.1f}M validation tokens, "
         f"fingerprint {fingerprint(dataset)}"
     )
+
+
+def prepare_text(paths):
+    """Make the dataset `text` from files and folders; the one that was there before is replaced when the new one is ready."""
+    dataset = text_dataset()
+    new = replace(dataset, root=dataset.root + ".new")
+    prepare(new, text_paths=paths)
+    with only_one(CACHE_DIR):
+        shutil.rmtree(dataset.root, ignore_errors=True)
+        os.rename(new.root, dataset.root)
+    if DATASET.name != "text":
+        print("To train on it: AUTORESEARCH_DATASET=text ./run.sh")
 
 
 def main():
@@ -956,11 +1029,12 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary files are removed
     try:
         if args.check:
-            check_dataset()
+            print(f"Ready: {check_dataset()['name']}, fingerprint {fingerprint()}")
             return 0
-        prepare(text_dataset() if args.text else DATASET, num_shards, args.download_workers, args.text)
-        if args.text and DATASET.name != "text":
-            print("To train on it: AUTORESEARCH_DATASET=text ./run.sh")
+        if args.text:
+            prepare_text(args.text)
+        else:
+            prepare(DATASET, num_shards, args.download_workers)
         return 0
     except DataError as e:
         print(f"prepare.py: {e}", file=sys.stderr)

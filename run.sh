@@ -87,7 +87,7 @@ install_torch() {
     [[ $AUTORESEARCH_HARDWARE != gfx1151 && $AUTORESEARCH_HARDWARE != amd || $(uname -m) == x86_64 ]] ||
         fail "there are no ROCm builds of torch for $(uname -m): install your own in a virtual environment and link venv to it"
     if [[ $AUTORESEARCH_HARDWARE == none && -z ${AUTORESEARCH_TORCH_INDEX:-} ]] && ! reaches_index "$INDEX"; then
-        say "PyTorch's CPU index cannot be reached: torch comes from pip's own index, where it can be the CUDA build, 3 GB instead of 0.3"
+        say "PyTorch's CPU index cannot be reached: torch comes from pip's own index, where it can be the CUDA build, 3 GB instead of 0.3 (AUTORESEARCH_TORCH_INDEX names a mirror)"
         INDEX="" DOWNLOAD="0.3 to 3"
     fi
     need_space "$SPACE"
@@ -192,10 +192,10 @@ check_driver() {
     case "$AUTORESEARCH_HARDWARE" in
         nvidia)
             _ar_has_nvidia "$root" ||
-                fail "an NVIDIA GPU is here but its driver is not loaded: nvidia-smi must work; in a container, start it with --gpus all $INSTEAD" ;;
+                fail "there is no loaded driver for an NVIDIA GPU: nvidia-smi must work; in a container, start it with --gpus all $INSTEAD" ;;
         gfx1151 | amd)
             [[ -e $root/dev/kfd ]] ||
-                fail "an AMD GPU is here but /dev/kfd is not: load amdgpu; in a container, start it with --device /dev/kfd --device /dev/dri $INSTEAD"
+                fail "there is no /dev/kfd for the AMD GPU: load amdgpu; in a container, start it with --device /dev/kfd --device /dev/dri $INSTEAD"
             for file in "$root"/dev/kfd "$root"/dev/dri/renderD*; do
                 [[ ! -e $file || -r $file && -w $file ]] ||
                     fail "no permission on ${file#"$root"}: sudo usermod -aG render,video ${USER:-$(id -un)}, then log in again $INSTEAD"
@@ -283,11 +283,19 @@ stay_awake() {
         tail --pid=$$ -f /dev/null </dev/null >/dev/null 2>&1 &)
 }
 
+# torch.compile calls the C++ compiler with paths that it does not quote: a venv with a space in its path is called by a link without one.
+avoid_spaces() {
+    local link=${AUTORESEARCH_CACHE:-$HOME/.cache/autoresearch}/venv-$(cksum <<<"$VENV" | cut -d' ' -f1)
+    [[ $VENV == *[[:space:]]* && $link != *[[:space:]]* ]] || return 0
+    mkdir -p "${link%/*}" && ln -sfn "$VENV" "$link" && PYTHON=$link/bin/python
+}
+
 main() {
     # shellcheck source=env.sh
     source "$ROOT/env.sh" || exit
     check_driver
     install
+    avoid_spaces
     if [[ $AUTORESEARCH_HARDWARE == none && ${AUTORESEARCH_DATASET:-demo} == demo ]]; then
         say "NO GPU: THIS IS THE DEMONSTRATION, a small model on the CPU. Its numbers show that all parts work; they compare with no GPU's."
     fi

@@ -7,5 +7,6 @@ source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/run.sh"
 # shellcheck source=env.sh
 source "$ROOT/env.sh" || exit
 install test
+avoid_spaces
 cd "$ROOT"
 exec "$PYTHON" -m pytest "$@"

@@ -2,8 +2,10 @@
 The experiment: a small GPT trained for a fixed time. This is the one file to edit; lower val_bpb wins.
 
     python train.py                      # train, evaluate, print the summary
-    python train.py --keep               # and keep the trained model in model.pt
-    python train.py --evaluate model.pt  # evaluate a saved model again (after an evaluation that failed, say)
+    python train.py --keep               # and keep the trained model as model.pt
+    python train.py --evaluate FILE      # evaluate a saved model: model.pt, or unevaluated.pt after an evaluation that failed
+
+In this order: model, optimizer, hyperparameters ("edit these"), setup, training.
 """
 
 import argparse
@@ -22,7 +24,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import prepare
 from machine import EXIT_ENVIRONMENT, can_compile, cap_shared_memory, fail, find_device, peak_flops, peak_memory
-from prepare import EVAL_TOKENS, MAX_SEQ_LEN, TIME_BUDGET, DataError, Tokenizer, evaluate_bpb, make_dataloader
+from prepare import EVAL_TOKENS, MAX_SEQ_LEN, TIME_BUDGET, DataError, NoResult, Tokenizer, evaluate_bpb, make_dataloader
 
 # ---------------------------------------------------------------------------
 # Model
@@ -81,8 +83,8 @@ def attention(q, k, v, mask):
     return y.transpose(1, 2)
 
 
-def how(mask):
-    """What `attention` runs, in words."""
+def attention_name(mask):
+    """What `attention` runs with this mask, in words."""
     return "SDPA" if mask is None else "SDPA with a mask" if isinstance(mask, torch.Tensor) else "FlexAttention"
 
 
@@ -159,6 +161,10 @@ class GPT(nn.Module):
         sizes = [(window[pattern[i % len(pattern)]], 0) for i in range(config.n_layer)]
         return sizes[:-1] + [(config.sequence_len, 0)]
 
+    def attention_kinds(self):
+        """What runs in which layers, in words."""
+        return f"{ATTENTION} (" + ", ".join(f"{attention_name(mask)} up to {window}" for window, mask in sorted(self.masks.items())) + ")"
+
     @torch.no_grad()
     def init_weights(self):
         s = 3**0.5 * self.config.n_embd**-0.5  # U(-s, s) has the deviation 1/√n_embd
@@ -215,6 +221,9 @@ class GPT(nn.Module):
         self, unembedding_lr=0.004, embedding_lr=0.2, matrix_lr=0.02, weight_decay=0.0, adam_betas=(0.8, 0.95), scalar_lr=0.5
     ):
         matrices = list(self.transformer.h.parameters())
+        for name, p in self.transformer.h.named_parameters():
+            if p.dim() != 2:
+                fail(f"transformer.h.{name} is no matrix, and Muon takes only those: give it to an AdamW group in setup_optimizer")
         scale = (self.config.n_embd / 768) ** -0.5  # the learning rates were tuned at a width of 768
         print(f"AdamW learning rates scaled by (n_embd / 768)^-0.5 = {scale:.4f}")
 
@@ -379,6 +388,7 @@ class MuonAdamW(torch.optim.Optimizer):
 # Hyperparameters: edit these
 # ---------------------------------------------------------------------------
 
+# (The demonstration has sizes of its own: edit those in its row, at the end.)
 DEPTH = 8  # layers
 ASPECT_RATIO = 64  # n_embd = DEPTH * ASPECT_RATIO, rounded up to a multiple of HEAD_DIM
 HEAD_DIM = 128
@@ -409,7 +419,7 @@ def lr_multiplier(progress):
         return progress / WARMUP_RATIO
     if progress < 1.0 - WARMDOWN_RATIO:
         return 1.0
-    left = (1.0 - progress) / WARMDOWN_RATIO
+    left = (1.0 - progress) / WARMDOWN_RATIO if WARMDOWN_RATIO else 0.0
     return left + (1 - left) * FINAL_LR_FRAC
 
 
@@ -425,11 +435,16 @@ def muon_weight_decay(progress):
 # Setup
 # ---------------------------------------------------------------------------
 
-CHECKPOINT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "model.pt")
+HERE = os.path.dirname(os.path.abspath(__file__))
+CHECKPOINT = os.path.join(HERE, "unevaluated.pt")  # the trained model, until it is evaluated
+WARMUP_STEPS = 11  # that are not timed: they compile
 
 
 def model_config(vocab_size):
     """GPTConfig from the hyperparameters; ends the run if they don't fit together."""
+    for name in ("DEPTH", "ASPECT_RATIO", "HEAD_DIM", "TOTAL_BATCH_SIZE", "DEVICE_BATCH_SIZE"):
+        if not isinstance(globals()[name], int) or globals()[name] < 1:
+            fail(f"{name} {globals()[name]!r} must be a whole number from 1")
     if HEAD_DIM % 2:
         fail(f"HEAD_DIM {HEAD_DIM} must be even: rotary embeddings turn pairs")
     if set(WINDOW_PATTERN.upper()) - set("SL") or not WINDOW_PATTERN:
@@ -446,23 +461,26 @@ def model_config(vocab_size):
             f"; the nearest that work: {nearest}TOTAL_BATCH_SIZE {multiple}"
         )
     n_embd = -(-DEPTH * ASPECT_RATIO // HEAD_DIM) * HEAD_DIM
-    n_head = n_embd // HEAD_DIM
-    return GPTConfig(
-        sequence_len=MAX_SEQ_LEN,
-        vocab_size=vocab_size,
-        n_layer=DEPTH,
-        n_head=n_head,
-        n_kv_head=n_head,
-        n_embd=n_embd,
-        window_pattern=WINDOW_PATTERN,
-    )
+    if n_embd < 32:
+        fail(f"DEPTH {DEPTH} × ASPECT_RATIO {ASPECT_RATIO} makes n_embd {n_embd}; the value embeddings' gates need at least 32")
+    n_head = n_kv_head = n_embd // HEAD_DIM
+    return GPTConfig(MAX_SEQ_LEN, vocab_size, DEPTH, n_head, n_kv_head, n_embd, WINDOW_PATTERN)
 
 
 def build_model(config, device):
+    """The initialised model on `device`; a parameter that `init_weights` leaves out ends the run."""
+    if config.n_head % config.n_kv_head:
+        fail(f"n_kv_head {config.n_kv_head} must divide n_head {config.n_head}: each KV head serves as many query heads")
     with torch.device("meta"):
         model = GPT(config)
     model.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(math.nan)
     model.init_weights()
+    forgotten = [name for name, parameter in model.named_parameters() if parameter.isnan().any()]
+    if forgotten:
+        fail(f"init_weights leaves out {', '.join(forgotten)}: give every parameter its first values there")
     return model
 
 
@@ -474,22 +492,33 @@ def autocast(device):
     return torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
 
 
+def file_digest():
+    with open(__file__, "rb") as f:
+        return prepare.sha256(f.read())
+
+
 def save_model(path, model, facts):
     """Write the model whole or not at all; on the disk when this returns, so that no crash after it costs the training."""
-    with prepare.replace_file(path, "wb") as f:
-        torch.save({"config": asdict(model.config), "model": model.state_dict(), "facts": facts}, f)
+    try:
+        with prepare.replace_file(path, "wb") as f:
+            torch.save({"config": asdict(model.config), "model": model.state_dict(), "facts": facts}, f)
+        print(f"Saved until it is evaluated: {path}")
+    except (OSError, RuntimeError) as e:  # a full disk: it was only a safety net, and the evaluation goes on
+        print(f"WARNING: the model could not be saved ({e})")
 
 
 def load_model(path, device):
     try:
         saved = torch.load(path, map_location=device, weights_only=True)
-        model = build_model(GPTConfig(**saved["config"]), device)
+        model, facts = build_model(GPTConfig(**saved["config"]), device), saved["facts"]
         model.load_state_dict(saved["model"])
-        return model, saved["facts"]
-    except FileNotFoundError:
-        fail(f"--evaluate {path}: no such file")
+        if facts["train.py"] != file_digest():
+            print("WARNING: train.py has changed since this model was trained; what is evaluated is the model as it is defined now")
+        return model, facts
+    except (FileNotFoundError, torch.OutOfMemoryError) as e:
+        fail(f"--evaluate {path}: {'no such file' if isinstance(e, FileNotFoundError) else 'out of memory'}")
     except Exception as e:  # whatever torch makes of a file that isn't one
-        fail(f"--evaluate {path}: not a model of this train.py ({str(e).splitlines()[0][:120]})")
+        fail(f"--evaluate {path}: not a model of this train.py ({' '.join(str(e).split())[:120]})")
 
 
 # ---------------------------------------------------------------------------
@@ -525,7 +554,9 @@ def train(model, optimizer, loader, device, flops_per_step, peak):
     """Steps until the time budget is used. Returns (steps, timed seconds)."""
     compiled = compile_model(model, device)
     micro_batches = TOTAL_BATCH_SIZE // (DEVICE_BATCH_SIZE * MAX_SEQ_LEN)
-    progress_line, smooth_loss, seconds, step = Progress(), 0.0, 0.0, 0
+    progress_line = Progress()
+    smooth_loss = seconds = 0.0
+    step = 0
     x, y, epoch = next(loader)
     while seconds < TIME_BUDGET:
         synchronize(device)
@@ -544,12 +575,12 @@ def train(model, optimizer, loader, device, flops_per_step, peak):
         optimizer.step()
         model.zero_grad(set_to_none=True)
         loss = loss.item()
-        if not loss <= 100:  # NaN too
+        if not -math.inf < loss <= 100:  # NaN too
             progress_line.end()
             fail(f"the loss is {loss} at step {step}: the run diverged")
         synchronize(device)
         elapsed = time.perf_counter() - start
-        if step > 10:  # the first ones compile and warm up
+        if step >= WARMUP_STEPS:
             seconds += elapsed
         smooth_loss = 0.9 * smooth_loss + 0.1 * loss
         mfu = f"{100 * flops_per_step / elapsed / peak:.1f}%" if peak else "n/a"
@@ -557,7 +588,7 @@ def train(model, optimizer, loader, device, flops_per_step, peak):
         progress_line.show(
             f"step {step:05d} ({100 * progress:.1f}%) | loss: {debiased_loss:.6f} | lrm: {lr_multiplier(progress):.2f} | "
             f"dt: {elapsed * 1000:.0f}ms | tok/sec: {TOTAL_BATCH_SIZE / elapsed:,.0f} | mfu: {mfu} | epoch: {epoch} | "
-            f"remaining: {max(0, TIME_BUDGET - seconds):.0f}s"
+            + (f"remaining: {max(0, TIME_BUDGET - seconds):.0f}s" if step >= WARMUP_STEPS else "warming up, not timed")
         )
         if step == 0:  # a collection stalls for half a second: everything so far stays, and from now on there is little garbage
             gc.collect()
@@ -572,11 +603,11 @@ def train(model, optimizer, loader, device, flops_per_step, peak):
 
 def main():
     parser = argparse.ArgumentParser(description="Train a small GPT for a fixed time and evaluate it.")
-    parser.add_argument("--keep", action="store_true", help="keep the trained model in model.pt")
+    parser.add_argument("--keep", action="store_true", help="keep the trained model as model.pt")
     parser.add_argument("--evaluate", metavar="FILE", help="evaluate a saved model instead of training one")
     args = parser.parse_args()
 
-    started = time.time()
+    started, source = time.time(), file_digest()
     seed = prepare.seed_everything()
     torch.set_float32_matmul_precision("high")
     facts = prepare.check_dataset()  # before anything that takes time
@@ -603,48 +634,40 @@ def main():
         counts, flops_per_token = model.num_scaling_params(), model.estimate_flops()
         print(f"Model: {config}")
         print("Parameters: " + ", ".join(f"{name} {count:,}" for name, count in counts.items()))
-        attention_kinds = ", ".join(f"{how(mask)} up to {window}" for window, mask in sorted(model.masks.items()))
-        print(f"Attention: {ATTENTION} ({attention_kinds}); {flops_per_token:.3e} FLOPs per token")
-        optimizer = model.setup_optimizer(
-            unembedding_lr=UNEMBEDDING_LR,
-            embedding_lr=EMBEDDING_LR,
-            matrix_lr=MATRIX_LR,
-            weight_decay=WEIGHT_DECAY,
-            adam_betas=ADAM_BETAS,
-            scalar_lr=SCALAR_LR,
-        )
+        print(f"Attention: {model.attention_kinds()}; {flops_per_token:.3e} FLOPs per token")
+        optimizer = model.setup_optimizer(UNEMBEDDING_LR, EMBEDDING_LR, MATRIX_LR, WEIGHT_DECAY, ADAM_BETAS, SCALAR_LR)
         loader = make_dataloader(tokenizer, DEVICE_BATCH_SIZE, MAX_SEQ_LEN, "train")
+        if os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK):
+            fail(f"{path} can't be written, where the trained model is kept until it is evaluated: make room for it", EXIT_ENVIRONMENT)
         steps, seconds = train(model, optimizer, loader, device, flops_per_token * TOTAL_BATCH_SIZE, peak)
-        timed = (steps - 11) * TOTAL_BATCH_SIZE * flops_per_token / seconds
+        tokens_per_second = (steps - WARMUP_STEPS) * TOTAL_BATCH_SIZE / seconds
         result = {
             "training_seconds": f"{seconds:.1f}",
-            "mfu_percent": f"{100 * timed / peak:.2f}" if peak else "n/a",
+            "mfu_percent": f"{100 * tokens_per_second * flops_per_token / peak:.2f}" if peak else "n/a",
             "total_tokens_M": f"{steps * TOTAL_BATCH_SIZE / 1e6:.1f}",
             "num_steps": steps,
             "num_params_M": f"{counts['total'] / 1e6:.1f}",
             "depth": DEPTH,
             "fingerprint": fingerprint,
             "seed": seed,
-            "attention": f"{ATTENTION} ({attention_kinds})",
-            "tok_per_sec": f"{(steps - 11) * TOTAL_BATCH_SIZE / seconds:.0f}",
+            "tok_per_sec": f"{tokens_per_second:.0f}",
             "device_batch_size": DEVICE_BATCH_SIZE,
-            "peak_vram_mb": f"{peak_memory(device):.1f}",
+            "peak_vram_mb": peak_memory(device),
             "seconds_before_evaluation": time.time() - started,
+            "train.py": source,
         }
         del optimizer, loader
         save_model(path, model, result)
-        print(f"Saved {path}")
 
+    print(f"Evaluating {EVAL_TOKENS:,} tokens", flush=True)
     evaluation_started = time.time()
     model.eval()
     with autocast(device):
         val_bpb = evaluate_bpb(compile_model(model, device), tokenizer, result["device_batch_size"])
     ended = time.time()
-    if not args.evaluate and not args.keep:
-        os.remove(path)
-
     summary = {"val_bpb": f"{val_bpb:.6f}", "training_seconds": result["training_seconds"], "total_seconds": f"{ended - started:.1f}"}
-    summary |= {key: result[key] for key in ("peak_vram_mb", "mfu_percent", "total_tokens_M", "num_steps", "num_params_M", "depth")}
+    summary["peak_vram_mb"] = f"{max(result['peak_vram_mb'], peak_memory(device)):.1f}"
+    summary |= {key: result[key] for key in ("mfu_percent", "total_tokens_M", "num_steps", "num_params_M", "depth")}
     summary |= {
         "dataset": facts["name"],
         "fingerprint": fingerprint,
@@ -652,13 +675,16 @@ def main():
         "seed": result["seed"],
         "device": device_name,
         "torch": torch.__version__,
-        "attention": result["attention"],
+        "attention": model.attention_kinds(),
         "tok_per_sec": result["tok_per_sec"],
         "eval_seconds": f"{ended - evaluation_started:.1f}",
     }
     print("---")
     for key, value in summary.items():
         print(f"{key + ':':<17} {value}")
+    if not args.evaluate:
+        with contextlib.suppress(OSError):
+            os.replace(path, os.path.join(HERE, "model.pt")) if args.keep else os.remove(path)
 
 
 if __name__ == "__main__":
@@ -666,10 +692,13 @@ if __name__ == "__main__":
         main()
     except DataError as e:
         fail(e, EXIT_ENVIRONMENT)
+    except NoResult as e:
+        fail(e)
     except torch.OutOfMemoryError as e:
-        fail(
-            f"out of GPU memory with DEVICE_BATCH_SIZE {DEVICE_BATCH_SIZE} at depth {DEPTH}: use {max(1, DEVICE_BATCH_SIZE // 2)} "
-            f"(TOTAL_BATCH_SIZE can stay), or a smaller model ({str(e).splitlines()[0]})"
-        )
+        half = f"use DEVICE_BATCH_SIZE {DEVICE_BATCH_SIZE // 2} (TOTAL_BATCH_SIZE can stay), or " if DEVICE_BATCH_SIZE > 1 else "use "
+        fail(f"out of GPU memory with DEVICE_BATCH_SIZE {DEVICE_BATCH_SIZE} at depth {DEPTH}: {half}a smaller model ({str(e)[:200]})")
+    except BrokenPipeError:  # `| head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except KeyboardInterrupt:
         fail("interrupted", 130)

@@ -10,7 +10,15 @@ PROJECT = Path(__file__).resolve().parent.parent
 CACHE = tempfile.TemporaryDirectory(prefix="autoresearch-tests-")
 os.environ["AUTORESEARCH_CACHE"] = CACHE.name  # never the user's own
 os.environ["AUTORESEARCH_DATASET"] = "demo"
-for name in ("AUTORESEARCH_TIME_BUDGET", "AUTORESEARCH_SEED", "HF_ENDPOINT", "HF_TOKEN", "GPU_BF16_PEAK_FLOPS", "GPU_MEMORY_FRACTION"):
+for name in (
+    "AUTORESEARCH_HARDWARE",
+    "AUTORESEARCH_TIME_BUDGET",
+    "AUTORESEARCH_SEED",
+    "HF_ENDPOINT",
+    "HF_TOKEN",
+    "GPU_BF16_PEAK_FLOPS",
+    "GPU_MEMORY_FRACTION",
+):
     os.environ.pop(name, None)
 sys.path[:0] = [str(PROJECT), str(Path(__file__).parent)]
 

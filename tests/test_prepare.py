@@ -6,6 +6,8 @@ import pickle
 import random
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -157,8 +159,9 @@ def test_packing_is_the_rule(groups, capacity, buffer_documents):
         patch.setattr(prepare, "ENCODING_BATCH", 4)
         patch.setattr(prepare, "BUFFER_DOCUMENTS", buffer_documents)
         patch.setattr(prepare, "open_shard", lambda dataset, name: shard)
-        patch.setattr(prepare, "check_dataset", lambda dataset: {"shards": [{"shard": "shard_00000.parquet"}]})
-        rows = prepare.packed_rows(None, "train", capacity)
+        patch.setattr(prepare, "checked_dataset", lambda dataset: {"shards": [{"shard": "shard_00000.parquet", "sha256": ""}]})
+        patch.setattr(prepare, "read_json", lambda path: {"sha256": ""})
+        rows = prepare.packed_rows(SimpleNamespace(name="any", tokens_dir=""), "train", capacity)
         next(rows)
         ours = []
         for _ in range(30):
@@ -233,7 +236,7 @@ def test_own_text(tmp_path, capsys):
     write_text(tmp_path / "notes")
     dataset = text_dataset(tmp_path / "cache")
     prepare.prepare(dataset, text_paths=[str(tmp_path / "notes")])
-    assert "Skipped 1 file(s) that are not UTF-8" in capsys.readouterr().out
+    assert "Skipped 1 file(s) that are not UTF-8, or not to be read" in capsys.readouterr().out
     facts = prepare.read_json(dataset.file)
     sizes = {s["shard"]: s["tokens"] for s in facts["shards"]}
     share = sizes[prepare.VAL_FILENAME] / sum(sizes.values())
@@ -249,6 +252,145 @@ def test_own_text(tmp_path, capsys):
     again = text_dataset(tmp_path / "cache2")
     prepare.prepare(again, text_paths=[str(tmp_path / "notes")])
     assert prepare.read_json(again.file) == facts, "deterministic"
+
+
+def test_every_held_out_document_is_evaluated(tmp_path, monkeypatch):
+    """A text with fewer documents than the packing buffer: none is evaluated over and over while others never are."""
+    write_text(tmp_path / "notes")
+    dataset = text_dataset(tmp_path / "cache")
+    prepare.prepare(dataset, text_paths=[str(tmp_path / "notes")])
+    facts = prepare.read_json(dataset.file)
+    dataset = replace(dataset, eval_tokens=facts["eval_tokens"])
+    monkeypatch.setattr(prepare, "DATASET", dataset)
+    tokenizer = prepare.Tokenizer.from_directory()
+    shard = prepare.open_shard(dataset, prepare.VAL_FILENAME)
+    assert len(shard.lengths) < prepare.BUFFER_DOCUMENTS
+    loader, rows = prepare.make_dataloader(tokenizer, 1, 128, "val"), []
+    for _ in range(facts["eval_tokens"] // 128):
+        x, y, epoch = next(loader)
+        rows.append(x.flatten().tolist())
+    placed = [tuple(d) for row in rows for d in split_at(row, tokenizer.get_bos_token_id())]
+    heads = [tuple(shard.tokens[s + 1 : s + 9].tolist()) for s in shard.starts]
+    counts = [sum(p[:8] == head for p in placed) for head in heads]
+    assert max(counts) <= 3 and sum(c > 0 for c in counts) / len(counts) > 0.8, counts
+
+
+def split_at(row, bos):
+    documents = []
+    for token in row:
+        if token == bos:
+            documents.append([])
+        else:
+            documents[-1].append(token)
+    return documents
+
+
+def test_failed_text_leaves_the_one_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "CACHE_DIR", str(tmp_path))
+    write_text(tmp_path / "notes")
+    monkeypatch.setattr(prepare, "text_dataset", lambda: text_dataset(tmp_path / "text"))
+    prepare.prepare_text([str(tmp_path / "notes")])
+    before = prepare.read_json(prepare.text_dataset().file)
+    (tmp_path / "few").mkdir()
+    (tmp_path / "few" / "a.txt").write_text("short")
+    with pytest.raises(prepare.DataError):
+        prepare.prepare_text([str(tmp_path / "few")])
+    assert prepare.read_json(prepare.text_dataset().file) == before
+    assert prepare.check_dataset(replace(prepare.text_dataset(), eval_tokens=before["eval_tokens"])) == before
+
+
+def test_odd_things_among_the_text(tmp_path):
+    write_text(tmp_path / "notes")
+    os.symlink("nowhere", tmp_path / "notes" / ".#0.txt")
+    os.symlink("loop.txt", tmp_path / "notes" / "loop.txt")
+    os.symlink("..", tmp_path / "notes" / "sub" / "up")
+    os.mkfifo(tmp_path / "notes" / "pipe.txt")
+    (tmp_path / "notes" / "folder.txt").mkdir()
+    (tmp_path / "notes" / "bom.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "with a byte order mark"}\n')
+    sources = list(prepare.read_sources(prepare.text_files([str(tmp_path / "notes")])))
+    assert "with a byte order mark" in sources and len(sources) == 40 + 50 + 1
+
+
+def test_damage_is_found_and_mended(demo, tmp_path, monkeypatch):
+    """Whatever is damaged in a prepared dataset is said by --check and mended by the next preparation."""
+    root = tmp_path / "demo"
+    subprocess.run(["cp", "-r", demo.root, str(root)], check=True)
+    copy = replace(demo, root=str(root))
+    facts = prepare.check_dataset(copy)
+
+    def cut_short(path):
+        path.write_bytes(path.read_bytes()[:-200])
+
+    def flip(path):
+        content = bytearray(path.read_bytes())
+        content[1000] ^= 0xFF
+        path.write_bytes(content)
+
+    damages = [
+        (root / "tokens" / "shard_06542.index.npz", cut_short), (root / "tokens" / "shard_06542.tokens", flip),
+        (root / "tokens" / "shard_06542.json", lambda p: p.write_text("[1]")),
+        (root / "tokens" / "shard_00000.json", lambda p: p.write_text("{}")),
+        (root / "data" / "dataset.json", lambda p: p.write_text("{}")),
+        (root / "tokenizer" / "tokenizer.json", lambda p: p.write_text('{"pattern": null}')),
+    ]  # fmt: skip
+    for path, damage in damages:
+        damage(path)
+        with pytest.raises(prepare.DataError):
+            prepare.check_dataset(copy)
+        prepare.prepare(copy)
+        assert prepare.check_dataset(copy) == facts, path
+    cut_short(root / "data" / "shard_00000.parquet")
+    prepare.prepare(copy)
+    (root / "data" / prepare.VAL_FILENAME).unlink()
+    prepare.prepare(copy)
+    assert prepare.check_dataset(copy) == facts
+
+
+def test_damaged_middle_of_a_shard_is_named(tmp_path):
+    dataset = text_dataset(tmp_path / "cache")
+    os.makedirs(dataset.data_dir)
+    for name in ("shard_00000.parquet", prepare.VAL_FILENAME):
+        pq.write_table(pa.table({"text": [f"some text {i} " * 50 for i in range(500)]}), os.path.join(dataset.data_dir, name))
+    path = os.path.join(dataset.data_dir, "shard_00000.parquet")
+    with open(path, "r+b") as f:
+        f.seek(os.path.getsize(path) // 3)
+        f.write(b"\0" * 200)
+    with pytest.raises(prepare.DataError, match=r"shard_00000\.parquet is damaged .* remove it and run prepare\.py again"):
+        prepare.prepare(dataset)
+
+
+def test_missing_texts_are_empty_documents(tmp_path):
+    path = tmp_path / "shard.parquet"
+    pq.write_table(pa.table({"text": ["a", None, "b"]}), path)
+    assert prepare.read_texts(path, 0) == ["a", "", "b"]
+
+
+def test_leftovers_of_killed_calls_are_removed(demo):
+    leftover = os.path.join(demo.tokens_dir, "shard_00000.tokens.999.tmp")
+    with open(leftover, "w"):
+        pass
+    prepare.prepare(demo)
+    assert not os.path.exists(leftover)
+
+
+def test_no_home_folder(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k not in ("HOME", "AUTORESEARCH_CACHE")} | {"HOME": "~"}
+    done = subprocess.run([sys.executable, "-c", "import prepare"], cwd=PROJECT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "AUTORESEARCH_CACHE=/some/folder" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_shard_that_comes_during_a_run_does_not_end_it(demo, tmp_path, monkeypatch):
+    root = tmp_path / "demo"
+    subprocess.run(["cp", "-r", demo.root, str(root)], check=True)
+    monkeypatch.setattr(prepare, "DATASET", replace(demo, root=str(root)))
+    tokenizer = prepare.Tokenizer.from_directory()
+    next(prepare.make_dataloader(tokenizer, 2, 64, "train"))
+    (root / "data" / "shard_00007.parquet").write_bytes((root / "data" / "shard_00000.parquet").read_bytes())
+    next(prepare.make_dataloader(tokenizer, 2, 64, "val"))
+    record = json.loads((root / "tokens" / "shard_06542.json").read_text())
+    (root / "tokens" / "shard_06542.json").write_text(json.dumps(record | {"sha256": "other"}))
+    with pytest.raises(prepare.DataError, match="changed during the run"):
+        next(prepare.make_dataloader(tokenizer, 2, 64, "val"))
 
 
 def test_a_file_is_in_training_or_in_validation(tmp_path):

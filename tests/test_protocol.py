@@ -79,8 +79,15 @@ def test_evaluate_bpb_whatever_the_batch_size(tokenizer, batch_size):
 
 
 def test_evaluate_bpb_refuses_what_is_no_result(tokenizer):
-    with pytest.raises(ValueError, match="not finite"):
-        prepare.evaluate_bpb(lambda x, y, reduction: fixed_model(x, y, reduction) * math.nan, tokenizer, 4)
+    for wrong in (math.nan, math.inf, 0.0, -1.0, 10.0):
+        with pytest.raises(ValueError, match="this is no result"):
+            prepare.evaluate_bpb(lambda x, y, reduction, wrong=wrong: fixed_model(x, y, reduction) * wrong, tokenizer, 4)
+    with pytest.raises(ValueError, match="this is no result"):  # plausible in sum, impossible in one place
+        prepare.evaluate_bpb(
+            lambda x, y, reduction: fixed_model(x, y, reduction).index_fill(0, torch.tensor([7], device=x.device), -1e-3), tokenizer, 4
+        )
+    with pytest.raises(ValueError, match="batch_size 0"):
+        prepare.evaluate_bpb(fixed_model, tokenizer, 0)
     with pytest.raises(ValueError, match="not one loss for each"):
         prepare.evaluate_bpb(lambda x, y, reduction: torch.zeros(()), tokenizer, 4)
 

@@ -755,9 +755,9 @@ def test_newest_python_that_runs_and_has_venv(tmp_path, env):
     project = copy_scripts(tmp_path / "p")
     env = {key: value for key, value in env.items() if key != "AUTORESEARCH_PYTHON"} | {"PATH": tools_without(tmp_path)}
     program(tmp_path, "python3.13", 'echo "pyenv: python3.13: command not found" >&2; exit 127')
-    program(tmp_path, "python3.12", f'[[ $* != *ensurepip* ]] || exit 1; exec {sys.executable} "$@"')
+    program(tmp_path, "python3.12", f'[[ $* != *ensurepip* ]] || exit 1; exec "{sys.executable}" "$@"')
     fails_with(run(project, env), "python3.12 cannot make a virtual environment: ", "venv|python")
-    program(tmp_path, "python3.11", f'exec {sys.executable} "$@"')
+    program(tmp_path, "python3.11", f'exec "{sys.executable}" "$@"')
     choice = subprocess.run(
         ["bash", "-c", f'. "{project}/env.sh" 2>/dev/null; _ar_choose_python'],
         env=env | {"AUTORESEARCH_HARDWARE": "?"},

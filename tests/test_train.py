@@ -1,5 +1,6 @@
 """train.py as a program: a whole run, how it fails, how it survives, and what compiling must not do."""
 
+import gc
 import math
 import os
 import re
@@ -58,7 +59,7 @@ def summary(stdout):
 def finished(demo, tmp_path_factory):
     """A short demonstration, whole: trained, saved, evaluated, kept."""
     folder = clone(tmp_path_factory.mktemp("a finished run"))
-    return folder, run(folder, "--keep", AUTORESEARCH_TIME_BUDGET="6", AUTORESEARCH_SEED="7")
+    return folder, run(folder, "--keep", AUTORESEARCH_TIME_BUDGET="6", AUTORESEARCH_SEED="7", GPU_BF16_PEAK_FLOPS="1e12")
 
 
 def test_run_ends_in_the_summary(finished):
@@ -120,11 +121,63 @@ def test_evaluation_that_crashes_costs_no_training(demo, tmp_path):
         source.replace("val_bpb = evaluate_bpb(", "raise RuntimeError('the evaluation crashed')\n        val_bpb = evaluate_bpb(")
     )
     crashed = run(folder, AUTORESEARCH_TIME_BUDGET="1")
-    assert crashed.returncode != 0 and "the evaluation crashed" in crashed.stderr and (folder / "model.pt").exists()
+    assert crashed.returncode != 0 and "the evaluation crashed" in crashed.stderr and (folder / "unevaluated.pt").exists()
     (folder / "train.py").write_text(source)
-    again = run(folder, "--evaluate", "model.pt", AUTORESEARCH_TIME_BUDGET="1")
+    again = run(folder, "--evaluate", "unevaluated.pt", AUTORESEARCH_TIME_BUDGET="1")
     assert again.returncode == 0 and 0 < float(summary(again.stdout)["val_bpb"]) < 4
-    assert (folder / "model.pt").exists(), "--evaluate removes nothing"
+    assert "WARNING: train.py has changed" in again.stdout and (folder / "unevaluated.pt").exists(), "--evaluate removes nothing"
+
+
+def test_summary_counts_the_timed_steps(finished):
+    """tokens/s and MFU over the steps after the 11th, the tokens of all."""
+    _, done = finished
+    values = {k: float(v) for k, v in summary(done.stdout).items() if re.fullmatch(r"\s*[\d.]+", v)}
+    flops_per_token = float(re.search(r"([\d.e+]+) FLOPs per token", done.stdout)[1])
+    rate = (values["num_steps"] - 11) * 4096 / values["training_seconds"]
+    assert values["tok_per_sec"] == pytest.approx(rate, rel=0.02)
+    assert values["mfu_percent"] == pytest.approx(100 * rate * flops_per_token / 1e12, rel=0.02)
+    assert values["total_tokens_M"] == pytest.approx(values["num_steps"] * 4096 / 1e6, abs=0.051)
+
+
+def test_without_keep_the_model_goes_and_a_kept_one_stays(demo, tmp_path):
+    folder = clone(tmp_path, DEPTH=1)
+    (folder / "model.pt").write_text("kept earlier")
+    done = run(folder, AUTORESEARCH_TIME_BUDGET="0.5")
+    assert done.returncode == 0, done.stderr
+    assert sorted(p.name for p in folder.glob("*.pt*")) == ["model.pt"] and (folder / "model.pt").read_text() == "kept earlier"
+
+
+def test_training_loop(demo, monkeypatch, capsys):
+    """On a clock that ticks a second a reading: 11 untimed steps, then as many as the budget has, with the schedules of each."""
+    model = small_model(torch.device("cpu"), n_layer=1, sequence_len=256, vocab_size=2048, n_embd=64, n_head=2, n_kv_head=1)
+    optimizer, seen = model.setup_optimizer(matrix_lr=0.04, weight_decay=0.2), []
+    step = optimizer.step
+
+    def recorded():
+        muon = optimizer.param_groups[-1]
+        seen.append((muon["lr"] / muon["initial_lr"], muon["momentum"], muon["weight_decay"]))
+        step()
+
+    ticks = iter(range(10**6))
+    monkeypatch.setattr(optimizer, "step", recorded)
+    monkeypatch.setattr(train.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(train, "TIME_BUDGET", 8)
+    monkeypatch.setattr(train, "DEVICE_BATCH_SIZE", 2)
+    monkeypatch.setattr(train, "TOTAL_BATCH_SIZE", 1024)
+    tokenizer = prepare.Tokenizer.from_directory(demo.tokenizer_dir)
+    monkeypatch.setattr(prepare, "DATASET", demo)
+    try:
+        steps, seconds = train.train(model, optimizer, prepare.make_dataloader(tokenizer, 2, 256, "train"), torch.device("cpu"), 1e6, None)
+        assert not gc.isenabled()
+    finally:
+        gc.unfreeze()
+        gc.enable()
+    assert (steps, seconds) == (11 + 8, 8)
+    progress = [0.0] * 12 + [i / 8 for i in range(1, 8)]  # before each step
+    expected = [(train.lr_multiplier(p), train.muon_momentum(i), 0.2 * (1 - p)) for i, p in enumerate(progress)]
+    assert [pytest.approx(e) for e in expected] == seen
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert "warming up, not timed" in lines[0] and len(lines) < steps, "into a file a line every few seconds, not every step"
 
 
 # --- failures: one line, an exit code, nothing lost ---------------------------------------------------------------------
@@ -134,6 +187,8 @@ def test_evaluation_that_crashes_costs_no_training(demo, tmp_path):
     (dict(TOTAL_BATCH_SIZE="96 * 256", DEVICE_BATCH_SIZE=36), "the nearest that work: DEVICE_BATCH_SIZE 32 or TOTAL_BATCH_SIZE 27648"),
     (dict(TOTAL_BATCH_SIZE=100, DEVICE_BATCH_SIZE=1), "the nearest that work: TOTAL_BATCH_SIZE 256"),
     (dict(HEAD_DIM=31), "HEAD_DIM 31"),
+    (dict(DEVICE_BATCH_SIZE=0), "DEVICE_BATCH_SIZE 0 must be a whole number from 1"),
+    (dict(DEPTH=1, ASPECT_RATIO=16, HEAD_DIM=16), "makes n_embd 16"),
     (dict(WINDOW_PATTERN="'SXL'"), "WINDOW_PATTERN 'SXL'"),
     (dict(ATTENTION="'flash'"), "ATTENTION 'flash'"),
 ])  # fmt: skip
@@ -152,6 +207,54 @@ def test_divergence_ends_the_run(demo, tmp_path, value):
     )
     done = run(folder)
     assert done.returncode == 1 and "at step 2: the run diverged" in done.stderr and "---" not in done.stdout
+
+
+def test_out_of_memory_says_what_to_lower(demo, tmp_path):
+    folder = clone(tmp_path)
+    source = (folder / "train.py").read_text()
+    forward = "x = x0 = norm("
+    (folder / "train.py").write_text(source.replace(forward, 'raise torch.OutOfMemoryError("CUDA out of memory")\n        ' + forward))
+    done = run(folder)
+    assert done.returncode == 1 and "use DEVICE_BATCH_SIZE 8 (TOTAL_BATCH_SIZE can stay), or a smaller model" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_absurd_losses_are_no_result(demo, tmp_path):
+    folder = clone(tmp_path, DEPTH=1)
+    source = (folder / "train.py").read_text()
+    returned = "return F.cross_entropy("
+    (folder / "train.py").write_text(source.replace(returned, "return (-1 if reduction == 'none' else 1) * F.cross_entropy("))
+    done = run(folder, AUTORESEARCH_TIME_BUDGET="0.5")
+    assert done.returncode == 1 and "this is no result" in done.stderr and "val_bpb:" not in done.stdout
+
+
+def test_where_the_model_cannot_be_saved_is_said_before_training(demo, tmp_path):
+    (clone(tmp_path) / "unevaluated.pt").mkdir()
+    done = run(tmp_path)
+    assert done.returncode == machine.EXIT_ENVIRONMENT and "unevaluated.pt can't be written" in done.stderr and "step 0" not in done.stdout
+
+
+def test_save_that_fails_costs_no_result(demo, tmp_path, capsys):
+    """A disk that is full when the training is over: the evaluation goes on."""
+    train.save_model("/dev/full/model.pt", small_model(torch.device("cpu"), n_layer=1), {})
+    assert "WARNING: the model could not be saved" in capsys.readouterr().out
+
+
+def test_parameters_that_are_forgotten(capsys, monkeypatch):
+    """A researcher's new parameter: without first values, or in Muon's hands though it is no matrix, it ends the run by name."""
+    block = train.Block.__init__
+
+    def with_scale(self, config, layer):
+        block(self, config, layer)
+        self.scale = torch.nn.Parameter(torch.ones(config.n_embd))
+
+    monkeypatch.setattr(train.Block, "__init__", with_scale)
+    with pytest.raises(SystemExit):
+        small_model(torch.device("cpu"), n_layer=1)
+    assert "init_weights leaves out transformer.h.0.scale" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        train.GPT(train.GPTConfig(64, 97, 1, 2, 2, 64)).setup_optimizer()
+    assert "transformer.h.0.scale is no matrix" in capsys.readouterr().err
 
 
 def test_missing_data_is_said_before_training(tmp_path, demo):
@@ -246,15 +349,18 @@ def test_progress_on_a_terminal_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().out == "\rstep 1\x1b[K\rstep 2\x1b[K\n"
 
 
-@pytest.mark.parametrize("missing", ["C++ compiler", "Python.h"])
+@pytest.mark.parametrize("missing", ["No C++ compiler", "No Python.h", "torch lies in a path with a space"])
 def test_model_runs_uncompiled_without_a_compiler(monkeypatch, capsys, tmp_path, missing):
     monkeypatch.setattr(train, "COMPILE", True)
-    if missing == "Python.h":
+    if missing == "No Python.h":
         monkeypatch.setattr(machine.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    monkeypatch.setattr(machine.shutil, "which", lambda name: None if missing == "C++ compiler" else "/usr/bin/" + name)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None if missing == "No C++ compiler" else "/usr/bin/" + name)
+    if "space" in missing:
+        monkeypatch.setattr(torch, "__file__", "/home/a user/venv/torch/__init__.py")
     model = torch.nn.Linear(2, 2)
     assert train.compile_model(model, torch.device("cpu")) is model
-    assert f"No {missing}: the model runs uncompiled" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert missing in out and "the model runs uncompiled" in out
 
 
 # --- compiling ----------------------------------------------------------------------------------------------------------
