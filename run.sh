@@ -192,10 +192,10 @@ check_driver() {
     case "$AUTORESEARCH_HARDWARE" in
         nvidia)
             _ar_has_nvidia "$root" ||
-                fail "there is no loaded driver for an NVIDIA GPU: nvidia-smi must work; in a container, start it with --gpus all $INSTEAD" ;;
+                fail "the NVIDIA driver is not loaded: nvidia-smi must work; in a container, start it with --gpus all $INSTEAD" ;;
         gfx1151 | amd)
             [[ -e $root/dev/kfd ]] ||
-                fail "there is no /dev/kfd for the AMD GPU: load amdgpu; in a container, start it with --device /dev/kfd --device /dev/dri $INSTEAD"
+                fail "/dev/kfd is not there, which the AMD GPU needs: load amdgpu; in a container, start it with --device /dev/kfd --device /dev/dri $INSTEAD"
             for file in "$root"/dev/kfd "$root"/dev/dri/renderD*; do
                 [[ ! -e $file || -r $file && -w $file ]] ||
                     fail "no permission on ${file#"$root"}: sudo usermod -aG render,video ${USER:-$(id -un)}, then log in again $INSTEAD"

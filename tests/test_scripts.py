@@ -139,6 +139,7 @@ def clean_environment(wheels, folder):
     return {key: value for key, value in os.environ.items() if not key.startswith(names)} | {
         "AUTORESEARCH_SYSROOT": str(folder / "machine"),
         "AUTORESEARCH_PYTHON": sys.executable,
+        "AUTORESEARCH_CACHE": str(folder / "cache"),  # never the user's own
         "PATH": f"{folder}/bin:{strip_venv(os.environ['PATH'])}",
         "PIP_CONFIG_FILE": "/dev/null",
         "PIP_FIND_LINKS": str(wheels),
@@ -311,6 +312,17 @@ def test_second_call_costs_under_a_second(ready, env):
 def test_moved_project_is_its_own(ready, env):
     where = sourced(ready, env, "command -v python; echo $VIRTUAL_ENV").stdout.splitlines()
     assert where == [f"{ready}/venv/bin/python", f"{ready}/venv"]
+
+
+def test_python_is_called_by_a_path_without_spaces(ready, env):
+    """Inductor's C++ compiler gets paths unquoted: a project in a path with a space calls its venv by a link in the cache."""
+    spaced = ready.parent / "a project"
+    ready.rename(spaced)
+    (spaced / "train.py").write_text("import sys; print('prefix', sys.prefix)")
+    result = run(spaced, env)
+    prefix = result.stdout.split("prefix ")[-1].strip()
+    assert result.returncode == 0 and " " not in prefix and Path(prefix).parent == Path(env["AUTORESEARCH_CACHE"]), result
+    assert Path(prefix).resolve() == spaced / "venv"
 
 
 @pytest.mark.parametrize("code", [0, 1, 130, 255])
