@@ -82,7 +82,7 @@ def package(out, repo="autoresearch-kernels", version=1, source=ROOT / "kernels"
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to write; made by an earlier call: replaced")
-    parser.add_argument("--repo", default="autoresearch-kernels", metavar="[OWNER/]NAME", help="its name, on the Hub (default: %(default)s)")
+    parser.add_argument("--repo", default="autoresearch-kernels", metavar="[OWNER/]NAME", help="its name (default: %(default)s)")
     parser.add_argument("--version", type=int, default=1, help="raise it when the functions' arguments change (default: %(default)s)")
     arguments = parser.parse_args()
     try:
