@@ -1,5 +1,6 @@
 """Fused Triton kernels that train small GPTs: forward and backward, for AMD's gfx1151 first, for NVIDIA too. README.md shows their use."""
 
+from . import layers
 from .attention import flash_attention, flash_attention_ref
 from .cross_entropy import linear_softcap_cross_entropy, linear_softcap_cross_entropy_ref, softcap_cross_entropy, softcap_cross_entropy_ref
 from .gated import geglu, geglu_chunked, geglu_chunked_ref, geglu_ref, relu_squared, relu_squared_ref, swiglu, swiglu_ref

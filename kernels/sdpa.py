@@ -7,7 +7,7 @@ attention of unequal lengths) goes to torch unchanged, errors included: never a 
 import math
 
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import scaled_dot_product_attention as torch_sdpa  # F's own name may be given to `sdpa` below
 
 from ._common import INTERPRETED
 from .attention import flash_attention
@@ -49,6 +49,4 @@ def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scal
     if _kernel_can(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
         out = flash_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), causal=is_causal, scale=scale)
         return out.transpose(1, 2)
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    return torch_sdpa(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
