@@ -13,6 +13,7 @@ PyTorch's own path in the same dtype, or one ulp of the largest value. Cycles an
 
 import argparse
 import csv
+import importlib
 import math
 import os
 import sys
@@ -32,6 +33,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
 BOUNDS = {64: {"forward": 43, "backward": 34}, 128: {"forward": 46, "backward": 32}}  # TFLOP/s by head_dim: what a change must keep
+MODULES = ("rms_norm", "gated", "qk_norm_rope", "residual_mix", "attention", "cross_entropy")
 COLUMNS = ("case", "kernels", "instructions", "wmma", "vector_cycles", "lds_cycles", "scratch", "worst", "verdict", "seconds")
 
 
@@ -94,11 +96,15 @@ def activate():
     triton.runtime.driver.set_active(driver)
     torch.version.hip = "emulated"
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=1)  # few programs, several tiles each
-    from kernels import _common, attention, cross_entropy, gated, qk_norm_rope, residual_mix, rms_norm  # noqa: F401
-
+    _modules()
     # The kernels are defined now, for the compiler. From here on this only says that tensors on the CPU are welcome.
-    _common.INTERPRETED = True
+    importlib.import_module("kernels._common").INTERPRETED = True
     return driver
+
+
+def _modules():
+    """By import_module: some operations have their module's name, and `from kernels import rms_norm` is the operation."""
+    return [importlib.import_module(f"kernels.{name}") for name in MODULES]
 
 
 # --- what is run ----------------------------------------------------------------------------------------------------
@@ -110,7 +116,7 @@ def _randn(*shape, dtype=torch.bfloat16, scale=1.0):
 
 def cases():
     """(module, name, operation, reference, inputs, how many of them are differentiated): small shapes, with tails."""
-    from kernels import attention, cross_entropy, gated, qk_norm_rope, residual_mix, rms_norm
+    rms_norm, gated, qk_norm_rope, residual_mix, attention, cross_entropy = _modules()
 
     def case(module, name, f, ref, *inputs, differentiable=None):
         return module.__name__.split(".")[-1], name, f, ref, inputs, len(inputs) if differentiable is None else differentiable
