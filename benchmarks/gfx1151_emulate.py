@@ -263,14 +263,17 @@ def attention_costs(driver, head_dim, n_queries, n_keys, causal):
     return costs
 
 
-def marginal_bounds(driver, head_dim, causal, block=64):
+def marginal_bounds(driver, head_dim, causal):
     """TFLOP/s that issue allows to a full block, forward and backward, from the cost of one more of them.
 
-    Causal attention of n·block positions has n blocks on the diagonal and n(n - 1)/2 full ones, all else grows with n: the second
-    difference is one full block. Without causality, what more keys cost the kernels that walk over keys (forward, dq), and more
-    queries those that walk over queries (dk, dv), is the inner loop alone.
+    A block is as large as the largest tile. Causal attention of n·block positions has n blocks on the diagonal and n(n - 1)/2 full
+    ones, and all else grows with n: the second difference is one full block. Without causality, what more keys cost the kernels
+    that walk over keys (forward, dq), and more queries those that walk over queries (dk, dv), is the inner loop alone.
     Useful FLOPs: 4·head_dim a pair of query and key forward (two products), 10·head_dim backward (five).
     """
+    attention = importlib.import_module("kernels.attention")
+    tiles = [table[head_dim].configs[0].kwargs for table in (attention._forward, attention._dkdv, attention._dq)]
+    block = max(tile[side] for tile in tiles for side in ("BLOCK_M", "BLOCK_N"))
 
     def costs(queries, keys):
         return attention_costs(driver, head_dim, queries * block, keys * block, causal)
