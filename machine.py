@@ -1,11 +1,13 @@
-"""What train.py asks of the machine: the device, its peak rate, a limit for memory that the host shares, a compiler."""
+"""What train.py asks of the machine (device, peak rate, memory limit, compiler) and leaves on it (progress, the saved model)."""
 
 import contextlib
+import math
 import os
 import resource
 import shutil
 import sys
 import sysconfig
+import time
 
 import torch
 
@@ -117,3 +119,60 @@ def can_compile(device):
     if missing:
         print(f"{missing}: the model runs uncompiled, slower")
     return not missing
+
+
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def autocast(device):
+    """bfloat16 on a GPU; on a CPU everything is float32."""
+    return torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
+
+
+class Progress:
+    """One updating line on a terminal; into a file a plain line every few seconds."""
+
+    def __init__(self, every=5.0):
+        self.terminal, self.every, self.last = sys.stdout.isatty(), every, -math.inf
+
+    def show(self, line):
+        now = time.monotonic()
+        if self.terminal:
+            print(f"\r{line}\x1b[K", end="", flush=True)
+        elif now - self.last >= self.every:
+            self.last = now
+            print(line, flush=True)
+
+    def end(self):
+        if self.terminal:
+            print()
+
+
+def file_digest(path):
+    """sha256 of a file's content."""
+    with open(path, "rb") as f:
+        return prepare.sha256(f.read())
+
+
+def save(path, content):
+    """torch.save, whole or not at all; on the disk when this returns, so that no crash after it costs the training."""
+    try:
+        with prepare.replace_file(path, "wb") as f:
+            torch.save(content, f)
+        print(f"Saved until it is evaluated: {path}")
+    except (OSError, RuntimeError) as e:  # a full disk: it was only a safety net, and the evaluation goes on
+        print(f"WARNING: the model could not be saved ({e})")
+
+
+def load(path, device):
+    """What `save` wrote, as data: nothing in the file is executed. Anything else ends the run."""
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except FileNotFoundError:
+        fail(f"{path}: no such file")
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as e:  # whatever torch makes of a file that isn't one
+        fail(f"{path}: not a saved model ({' '.join(str(e).split())[:120]})")

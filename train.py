@@ -22,8 +22,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+import machine
 import prepare
-from machine import EXIT_ENVIRONMENT, can_compile, cap_shared_memory, fail, find_device, peak_flops, peak_memory
+from machine import fail
 from prepare import EVAL_TOKENS, MAX_SEQ_LEN, TIME_BUDGET, DataError, NoResult, Tokenizer, evaluate_bpb, make_dataloader
 
 # ---------------------------------------------------------------------------
@@ -485,39 +486,19 @@ def build_model(config, device):
 
 
 def compile_model(model, device):
-    return torch.compile(model, dynamic=False, fullgraph=True) if COMPILE and can_compile(device) else model
-
-
-def autocast(device):
-    return torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def file_digest():
-    with open(__file__, "rb") as f:
-        return prepare.sha256(f.read())
-
-
-def save_model(path, model, facts):
-    """Write the model whole or not at all; on the disk when this returns, so that no crash after it costs the training."""
-    try:
-        with prepare.replace_file(path, "wb") as f:
-            torch.save({"config": asdict(model.config), "model": model.state_dict(), "facts": facts}, f)
-        print(f"Saved until it is evaluated: {path}")
-    except (OSError, RuntimeError) as e:  # a full disk: it was only a safety net, and the evaluation goes on
-        print(f"WARNING: the model could not be saved ({e})")
+    return torch.compile(model, dynamic=False, fullgraph=True) if COMPILE and machine.can_compile(device) else model
 
 
 def load_model(path, device):
+    """(model, facts) of a file that `save` wrote; ends the run where it is no model of this train.py."""
+    saved = machine.load(path, device)
     try:
-        saved = torch.load(path, map_location=device, weights_only=True)
         model, facts = build_model(GPTConfig(**saved["config"]), device), saved["facts"]
         model.load_state_dict(saved["model"])
-        if facts["train.py"] != file_digest():
+        if facts["train.py"] != machine.file_digest(__file__):
             print("WARNING: train.py has changed since this model was trained; what is evaluated is the model as it is defined now")
         return model, facts
-    except (FileNotFoundError, torch.OutOfMemoryError) as e:
-        fail(f"--evaluate {path}: {'no such file' if isinstance(e, FileNotFoundError) else 'out of memory'}")
-    except Exception as e:  # whatever torch makes of a file that isn't one
+    except (KeyError, TypeError, RuntimeError) as e:
         fail(f"--evaluate {path}: not a model of this train.py ({' '.join(str(e).split())[:120]})")
 
 
@@ -526,43 +507,19 @@ def load_model(path, device):
 # ---------------------------------------------------------------------------
 
 
-class Progress:
-    """One updating line on a terminal; into a file a plain line every few seconds."""
-
-    def __init__(self, every=5.0):
-        self.terminal, self.every, self.last = sys.stdout.isatty(), every, -math.inf
-
-    def show(self, line):
-        now = time.monotonic()
-        if self.terminal:
-            print(f"\r{line}\x1b[K", end="", flush=True)
-        elif now - self.last >= self.every:
-            self.last = now
-            print(line, flush=True)
-
-    def end(self):
-        if self.terminal:
-            print()
-
-
-def synchronize(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def train(model, optimizer, loader, device, flops_per_step, peak):
     """Steps until the time budget is used. Returns (steps, timed seconds)."""
     compiled = compile_model(model, device)
     micro_batches = TOTAL_BATCH_SIZE // (DEVICE_BATCH_SIZE * MAX_SEQ_LEN)
-    progress_line = Progress()
+    progress_line = machine.Progress()
     smooth_loss = seconds = 0.0
     step = 0
     x, y, epoch = next(loader)
     while seconds < TIME_BUDGET:
-        synchronize(device)
+        machine.synchronize(device)
         start = time.perf_counter()
         for _ in range(micro_batches):
-            with autocast(device):
+            with machine.autocast(device):
                 loss = compiled(x, y)
             (loss / micro_batches).backward()
             x, y, epoch = next(loader)  # while the GPU is at work
@@ -578,7 +535,7 @@ def train(model, optimizer, loader, device, flops_per_step, peak):
         if not -math.inf < loss <= 100:  # NaN too
             progress_line.end()
             fail(f"the loss is {loss} at step {step}: the run diverged")
-        synchronize(device)
+        machine.synchronize(device)
         elapsed = time.perf_counter() - start
         if step >= WARMUP_STEPS:
             seconds += elapsed
@@ -607,14 +564,14 @@ def main():
     parser.add_argument("--evaluate", metavar="FILE", help="evaluate a saved model instead of training one")
     args = parser.parse_args()
 
-    started, source = time.time(), file_digest()
+    started, source = time.time(), machine.file_digest(__file__)
     seed = prepare.seed_everything()
     torch.set_float32_matmul_precision("high")
     facts = prepare.check_dataset()  # before anything that takes time
     fingerprint = prepare.fingerprint()
-    device = find_device()
-    peak, device_name = peak_flops(device)
-    cap_shared_memory(device)
+    device = machine.find_device()
+    peak, device_name = machine.peak_flops(device)
+    machine.cap_shared_memory(device)
     tokenizer = Tokenizer.from_directory()
     print(
         f"Dataset: {facts['name']}, context {MAX_SEQ_LEN}, vocabulary {tokenizer.get_vocab_size()}, time budget {TIME_BUDGET} s, "
@@ -638,7 +595,10 @@ def main():
         optimizer = model.setup_optimizer(UNEMBEDDING_LR, EMBEDDING_LR, MATRIX_LR, WEIGHT_DECAY, ADAM_BETAS, SCALAR_LR)
         loader = make_dataloader(tokenizer, DEVICE_BATCH_SIZE, MAX_SEQ_LEN, "train")
         if os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK):
-            fail(f"{path} can't be written, where the trained model is kept until it is evaluated: make room for it", EXIT_ENVIRONMENT)
+            fail(
+                f"{path} can't be written, where the trained model is kept until it is evaluated: make room for it",
+                machine.EXIT_ENVIRONMENT,
+            )
         steps, seconds = train(model, optimizer, loader, device, flops_per_token * TOTAL_BATCH_SIZE, peak)
         tokens_per_second = (steps - WARMUP_STEPS) * TOTAL_BATCH_SIZE / seconds
         result = {
@@ -652,21 +612,21 @@ def main():
             "seed": seed,
             "tok_per_sec": f"{tokens_per_second:.0f}",
             "device_batch_size": DEVICE_BATCH_SIZE,
-            "peak_vram_mb": peak_memory(device),
+            "peak_vram_mb": machine.peak_memory(device),
             "seconds_before_evaluation": time.time() - started,
             "train.py": source,
         }
         del optimizer, loader
-        save_model(path, model, result)
+        machine.save(path, {"config": asdict(model.config), "model": model.state_dict(), "facts": result})
 
     print(f"Evaluating {EVAL_TOKENS:,} tokens", flush=True)
     evaluation_started = time.time()
     model.eval()
-    with autocast(device):
+    with machine.autocast(device):
         val_bpb = evaluate_bpb(compile_model(model, device), tokenizer, result["device_batch_size"])
     ended = time.time()
     summary = {"val_bpb": f"{val_bpb:.6f}", "training_seconds": result["training_seconds"], "total_seconds": f"{ended - started:.1f}"}
-    summary["peak_vram_mb"] = f"{max(result['peak_vram_mb'], peak_memory(device)):.1f}"
+    summary["peak_vram_mb"] = f"{max(result['peak_vram_mb'], machine.peak_memory(device)):.1f}"
     summary |= {key: result[key] for key in ("mfu_percent", "total_tokens_M", "num_steps", "num_params_M", "depth")}
     summary |= {
         "dataset": facts["name"],
@@ -691,7 +651,7 @@ if __name__ == "__main__":
     try:
         main()
     except DataError as e:
-        fail(e, EXIT_ENVIRONMENT)
+        fail(e, machine.EXIT_ENVIRONMENT)
     except NoResult as e:
         fail(e)
     except torch.OutOfMemoryError as e:

@@ -84,7 +84,7 @@ def test_evaluate_bpb_refuses_what_is_no_result(tokenizer):
             prepare.evaluate_bpb(lambda x, y, reduction, wrong=wrong: fixed_model(x, y, reduction) * wrong, tokenizer, 4)
     with pytest.raises(ValueError, match="this is no result"):  # plausible in sum, impossible in one place
         prepare.evaluate_bpb(
-            lambda x, y, reduction: fixed_model(x, y, reduction).index_fill(0, torch.tensor([7], device=x.device), -1e-3), tokenizer, 4
+            lambda x, y, reduction: fixed_model(x, y, reduction).index_fill(0, torch.tensor([7], device=x.device), -0.01), tokenizer, 4
         )
     with pytest.raises(ValueError, match="batch_size 0"):
         prepare.evaluate_bpb(fixed_model, tokenizer, 0)
