@@ -13,7 +13,7 @@ import torch
 
 import prepare
 
-EXIT_ENVIRONMENT = 3  # exit code where the machine or the data is at fault, not the experiment
+EXIT_ENVIRONMENT = prepare.EXIT_ENVIRONMENT
 
 # Dense bf16 FLOP/s by the vendors' data sheets (gfx1151: at 2.42 GHz, as published for autoresearch-halo, so that MFUs compare); the first
 # key that is in "name gcnArchName" counts.
@@ -157,13 +157,15 @@ def file_digest(path):
 
 
 def save(path, content):
-    """torch.save, whole or not at all; on the disk when this returns, so that no crash after it costs the training."""
+    """torch.save, whole or not at all; on the disk when this returns True, so that no crash after it costs the training."""
     try:
         with prepare.replace_file(path, "wb") as f:
             torch.save(content, f)
         print(f"Saved until it is evaluated: {path}")
+        return True
     except (OSError, RuntimeError) as e:  # a full disk: it was only a safety net, and the evaluation goes on
         print(f"WARNING: the model could not be saved ({e})")
+        return False
 
 
 def load(path, device):

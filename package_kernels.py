@@ -51,18 +51,21 @@ def write(folder, files):
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for path, text in files.items():
-        (folder / path).write_text(text)
+        (folder / path).write_text(text, encoding="utf-8", newline="\n")
 
 
 def package(out, repo="autoresearch-kernels", version=1, source=ROOT / "kernels"):
     """Write the folder `out`. repo: "owner/name" on the Hub, or only the name; version: the Hub's branch will be v<version>."""
     name = repo.rpartition("/")[2]
-    if not re.fullmatch(r"[a-z][-a-z0-9]*[a-z0-9]", name) or not re.fullmatch(r"([\w.-]+/)?[^/]+", repo):
+    if not re.fullmatch(r"[a-z][-a-z0-9]*[a-z0-9]", name) or not re.fullmatch(r"([A-Za-z0-9][\w.-]*/)?[^/]+", repo, re.ASCII):
         raise ValueError(f"repo {repo!r}: use NAME or OWNER/NAME, where NAME is lower-case letters, digits and dashes")
-    if out.exists() and not (out / "build.toml").exists() and any(p.name not in (".git", ".gitattributes") for p in out.iterdir()):
+    if version < 1:
+        raise ValueError(f"version {version}: use 1 or more")
+    ours = (out / "build.toml").exists() and "[torch-noarch]" in (out / "build.toml").read_text(encoding="utf-8")
+    if out.exists() and not ours and any(p.name not in (".git", ".gitattributes") for p in out.iterdir()):
         raise ValueError(f"{out} holds other files; name a new folder, or one that this command made")
 
-    files = {path.name: path.read_text() for path in sorted(source.glob("*.py"))}
+    files = {path.name: path.read_text(encoding="utf-8") for path in sorted(source.glob("*.py"))}
     fingerprint = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:12]
     for backend in BACKENDS:
         namespace = f"_{name.replace('-', '_')}_{backend}_{fingerprint}"
@@ -73,8 +76,9 @@ def package(out, repo="autoresearch-kernels", version=1, source=ROOT / "kernels"
             out / f"build/torch-{backend}",
             variant | {"metadata.json": json.dumps(metadata(name, version, backend, namespace, variant), indent=2) + "\n"},
         )
+    shutil.rmtree(out / "torch-ext", ignore_errors=True)  # one of another name too
     write(out / "torch-ext" / name.replace("-", "_"), {path: text for path, text in files.items() if path != "_ops.py"})
-    (out / "build.toml").write_text(build_toml(name, version, repo))
+    (out / "build.toml").write_text(build_toml(name, version, repo), encoding="utf-8", newline="\n")
     shutil.copyfile(source / "README.md", out / "README.md")
     shutil.copyfile(source.parent / "LICENSE", out / "LICENSE")
 

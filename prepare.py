@@ -92,6 +92,10 @@ GPU_SIZES = dict(max_seq_len=2048, vocab_size=8192, eval_tokens=40 * 524288, tim
 CPU_SIZES = dict(max_seq_len=256, vocab_size=2048, eval_tokens=2**16, time_budget=60)  # so that a bare CPU shows the whole loop in minutes
 
 
+EXIT_ENVIRONMENT = 3  # exit code where the machine or the data is at fault, not the experiment
+FOLDERS = ("tokenizer", "tokens", "data")  # what a dataset's root holds
+
+
 def gpu_hardware(root="/"):
     """What GPU is in this machine, whether or not torch can use it: "AMD gfx1151", "NVIDIA", or None. Reads device files only.
 
@@ -125,7 +129,7 @@ def choose_dataset():
         return Dataset(name, root, **CPU_SIZES)
     if name != "text":
         raise SystemExit(f"AUTORESEARCH_DATASET={name!r} is no dataset; use climbmix, demo, or text (made by prepare.py --text PATH...)")
-    with contextlib.suppress(OSError, ValueError, KeyError), open(os.path.join(root, "data", "dataset.json")) as f:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(os.path.join(root, "data", "dataset.json")) as f:
         made = json.load(f)
         return Dataset(name, root, *(made[k] for k in ("max_seq_len", "vocab_size", "eval_tokens", "time_budget")))
     return text_dataset()  # not made yet
@@ -192,14 +196,15 @@ def only_one(root):
         except BlockingIOError:
             print(f"Waiting for another prepare.py that is at work in {root}", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        for leftover in glob.glob(os.path.join(glob.escape(root), "*", "*.tmp")):  # of a call that was killed
-            os.remove(leftover)
+        for folder in FOLDERS:
+            for leftover in glob.glob(os.path.join(glob.escape(root), folder, "shard_*.tmp")):  # of a call that was killed
+                os.remove(leftover)
         yield  # the kernel lets go of the lock when the process ends, however it ends
 
 
 def read_json(path):
     """The object in a JSON file, or None where there is no such file or no JSON object in it."""
-    with contextlib.suppress(FileNotFoundError, ValueError), open(path) as f:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError), open(path) as f:
         content = json.load(f)
         return content if isinstance(content, dict) else None
     return None
@@ -659,6 +664,19 @@ def open_shard(dataset, name):
     return Shard(tokens, np.cumsum(lengths) - lengths, lengths, row_groups)
 
 
+opened = {}  # sha256 → Shard: once open, it is read to the end, whatever becomes of the files meanwhile
+
+
+def opened_shard(dataset, record):
+    """The shard that dataset.json describes in `record`; DataError if another has taken its place."""
+    if record["sha256"] not in opened:
+        about = read_json(token_paths(dataset, record["shard"])[2])
+        if not about or about["sha256"] != record["sha256"]:
+            raise DataError(f"the tokens of {record['shard']} in {dataset.tokens_dir} changed during the run")
+        opened[record["sha256"]] = open_shard(dataset, record["shard"])
+    return opened[record["sha256"]]
+
+
 def shard_digest(shard):
     """sha256 of a shard's tokens and index, as it stands in its record."""
     return sha256(shard.tokens, shard.lengths.astype(np.uint32), shard.row_groups.astype(np.uint32))
@@ -718,7 +736,8 @@ def tokenized(dataset, name, tokenizer_digest):
             documents, tokens = int(index["row_groups"].sum()), int(index["lengths"].sum(dtype=np.int64))
             whole = (
                 documents == len(index["lengths"]) == about["documents"]
-                and tokens == about["tokens"] == os.path.getsize(tokens_path) // 2
+                and tokens == about["tokens"]
+                and 2 * tokens == os.path.getsize(tokens_path)
                 and about["tokenizer"] == tokenizer_digest
                 and (not os.path.exists(source) or os.path.getsize(source) == about["source_bytes"])
             )
@@ -733,6 +752,8 @@ def tokenize(dataset, tokenizer):
     names, digest = list_shards(dataset.data_dir), tokenizer.digest()
     os.makedirs(dataset.tokens_dir, exist_ok=True)
     records = {name: tokenized(dataset, name, digest) for name in names}
+    if records[VAL_FILENAME] and shard_digest(open_shard(dataset, VAL_FILENAME)) != records[VAL_FILENAME]["sha256"]:
+        records[VAL_FILENAME] = None  # damaged since
     todo = [name for name in names if not records[name]]
     paths = [os.path.join(dataset.data_dir, name) for name in todo]
     check_space(dataset.tokens_dir, 1.5 * sum(map(os.path.getsize, paths)), f"the tokens of {len(todo)} shard(s)")
@@ -774,6 +795,7 @@ def check_dataset(dataset=None):
     try:
         names = [s["shard"] for s in facts["shards"]]
         sizes = {key: facts[key] for key in ("max_seq_len", "vocab_size", "eval_tokens")}
+        _ = facts["name"], facts["tokenizer"], [(s["sha256"], s["documents"]) for s in facts["shards"]]
     except (KeyError, TypeError):
         raise DataError(f"the dataset {dataset.name} is not prepared in {dataset.root}: run {mend}") from None
     if VAL_FILENAME not in names or len(names) < 2:
@@ -791,8 +813,8 @@ def check_dataset(dataset=None):
     if new:
         raise DataError(f"{len(new)} shard(s) in {dataset.data_dir} were added after preparation ({new[0]} …): run {mend}")
     validation = next(s for s in facts["shards"] if s["shard"] == VAL_FILENAME)
-    if shard_digest(open_shard(dataset, VAL_FILENAME)) != validation["sha256"]:  # what every number is measured on
-        os.remove(token_paths(dataset, VAL_FILENAME)[2])  # so that the next preparation makes them anew
+    if shard_digest(opened_shard(dataset, validation)) != validation["sha256"]:  # what every number is measured on
+        opened.pop(validation["sha256"])
         raise DataError(f"the validation tokens in {dataset.tokens_dir} are not those that were prepared: run {mend}")
     return facts
 
@@ -819,14 +841,13 @@ BUFFER_DOCUMENTS = 1000  # that a row's next document is chosen from, at least
 def document_batches(dataset, split):
     """Forever (shard, first document, one past the last, epoch): encoding batches in file order, none across a row group."""
     shards = [s for s in checked_dataset(dataset)["shards"] if (s["shard"] == VAL_FILENAME) == (split == "val")]
+    for record in shards:
+        opened_shard(dataset, record)  # all of them now: see `opened`
     epoch = 0
     while True:
         epoch += 1
         for record in shards:
-            about = read_json(token_paths(dataset, record["shard"])[2])
-            if not about or about["sha256"] != record["sha256"]:
-                raise DataError(f"the tokens of {record['shard']} in {dataset.tokens_dir} changed during the run")
-            shard = open_shard(dataset, record["shard"])
+            shard = opened_shard(dataset, record)
             end = 0
             for count in shard.row_groups.tolist():
                 start, end = end, end + count
@@ -847,8 +868,8 @@ def packed_rows(dataset, split, capacity):
     least = BUFFER_DOCUMENTS
     if dataset.name == "text":
         documents = [s["documents"] for s in checked_dataset(dataset)["shards"] if (s["shard"] == VAL_FILENAME) == (split == "val")]
-        if sum(documents) < BUFFER_DOCUMENTS:
-            least = 1  # a text that is smaller than the buffer would fill it with copies, and rows with those of its longest documents
+        # A text that is small beside the buffer would fill it with copies, and rows with those of its longest documents.
+        least = min(BUFFER_DOCUMENTS, max(1, sum(documents) // 20))
     waiting = []  # length << 40 | (latest - order of arrival), ascending
     where = {}  # the low part of such a key → (tokens, start)
     arrived, epoch = 0, 1
@@ -948,12 +969,14 @@ def evaluate_bpb(model, tokenizer, batch_size):
         counts = token_bytes[y[:rows]]
         counted = counts > 0
         losses = torch.where(counted, losses.reshape(y.shape)[:rows].double(), 0.0)
-        nats += losses.sum()
+        nats += losses.clamp_min(0.0).sum()  # NaN stays NaN
         impossible |= (losses < -1e-3).any()  # rounding may take a sure token a little below 0
         bytes_ += counts.sum()
         rows_left -= rows
     bpb = nats.item() / (math.log(2) * bytes_.item())
-    if impossible.item() or not 0 < bpb < 16:  # NaN fails too; 16 is worse than no model at all
+    if impossible.item():
+        raise NoResult("some tokens' losses are negative, which no probability gives: this is no result")
+    if not 0 < bpb < 16:  # NaN fails too; 16 is worse than no model at all
         raise NoResult(f"val_bpb is {bpb}: no model's losses add up to that, so this is no result")
     return bpb
 
@@ -971,6 +994,7 @@ def prepare(dataset, num_shards=10, workers=8, text_paths=None):
         return os.path.exists(path) and why_not_a_shard(path) is None
 
     checked_dataset.cache_clear()
+    opened.clear()
     with only_one(dataset.root):
         if dataset.name == "climbmix":
             download_climbmix(dataset, num_shards, workers)
@@ -1003,11 +1027,20 @@ def prepare(dataset, num_shards=10, workers=8, text_paths=None):
 def prepare_text(paths):
     """Make the dataset `text` from files and folders; the one that was there before is replaced when the new one is ready."""
     dataset = text_dataset()
-    new = replace(dataset, root=dataset.root + ".new")
-    prepare(new, text_paths=paths)
-    with only_one(CACHE_DIR):
-        shutil.rmtree(dataset.root, ignore_errors=True)
-        os.rename(new.root, dataset.root)
+    new = replace(dataset, root=os.path.join(dataset.root, "new"))
+    strange = set(os.listdir(dataset.root)) - {*FOLDERS, "new", "prepare.lock"} if os.path.isdir(dataset.root) else set()
+    if strange or os.path.isdir(dataset.data_dir) and not os.path.exists(dataset.file) and os.listdir(dataset.data_dir):
+        raise DataError(f"{dataset.root} holds something else than a dataset ({', '.join(sorted(strange)[:3]) or 'data'}): move it, "
+                        "or the cache with AUTORESEARCH_CACHE")  # fmt: skip
+    with only_one(dataset.root):
+        shutil.rmtree(new.root, ignore_errors=True)  # of a call that was killed
+        prepare(new, text_paths=paths)
+        for folder in FOLDERS:
+            old = os.path.join(dataset.root, folder)
+            if os.path.isdir(old):
+                shutil.rmtree(old)
+            os.rename(os.path.join(new.root, folder), old)
+        shutil.rmtree(new.root)
     if DATASET.name != "text":
         print("To train on it: AUTORESEARCH_DATASET=text ./run.sh")
 
@@ -1044,7 +1077,7 @@ def main():
     except KeyboardInterrupt:
         print("\nprepare.py: interrupted. What is done is kept; run it again to go on", file=sys.stderr)
         return 130
-    return 1
+    return EXIT_ENVIRONMENT
 
 
 if __name__ == "__main__":

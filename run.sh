@@ -16,7 +16,7 @@ STATE=$VENV/.autoresearch  # inside, so that it goes with the venv, and is share
 PYTHON=$VENV/bin/python
 
 say() { printf 'autoresearch: %s\n' "$*" >&2; }
-fail() { say "$*"; exit 1; }
+fail() { say "$*"; exit 3; }  # as train.py: the machine or the data is at fault, not the experiment
 
 # Runs a command to its end. SIGTERM reaches it at once (bash alone would hold it back), and the script stops after it.
 child() {
@@ -285,9 +285,14 @@ stay_awake() {
 
 # torch.compile calls the C++ compiler with paths that it does not quote: a venv with a space in its path is called by a link without one.
 avoid_spaces() {
-    local link=${AUTORESEARCH_CACHE:-$HOME/.cache/autoresearch}/venv-$(cksum <<<"$VENV" | cut -d' ' -f1)
-    [[ $VENV == *[[:space:]]* && $link != *[[:space:]]* ]] || return 0
-    mkdir -p "${link%/*}" && ln -sfn "$VENV" "$link" && PYTHON=$link/bin/python
+    [[ $VENV == *[[:space:]]* ]] || return 0
+    local cache=${AUTORESEARCH_CACHE:-${HOME:-}/.cache/autoresearch} link
+    cache=${cache/#\~\//${HOME:-}/}
+    [[ $cache == /* ]] || cache=$ROOT/$cache
+    link=$cache/venv-$(cksum <<<"$VENV" | cut -d' ' -f1)
+    [[ $link != *[[:space:]]* ]] || return 0
+    [[ $link -ef $VENV ]] || { mkdir -p "$cache" && ln -sfn "$VENV" "$link"; } 2>/dev/null || return 0  # then it runs uncompiled, and says so
+    PYTHON=$link/bin/python
 }
 
 main() {

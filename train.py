@@ -9,7 +9,6 @@ In this order: model, optimizer, hyperparameters ("edit these"), setup, training
 """
 
 import argparse
-import contextlib
 import gc
 import math
 import os
@@ -469,19 +468,13 @@ def model_config(vocab_size):
 
 
 def build_model(config, device):
-    """The initialised model on `device`; a parameter that `init_weights` leaves out ends the run."""
+    """The initialised model on `device`."""
     if config.n_head % config.n_kv_head:
         fail(f"n_kv_head {config.n_kv_head} must divide n_head {config.n_head}: each KV head serves as many query heads")
-    with torch.device("meta"):
-        model = GPT(config)
-    model.to_empty(device=device)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(math.nan)
+    with device:
+        model = GPT(config)  # with torch's own first values, which stay where init_weights sets no others
+    prepare.seed_everything()  # so that they cost no draw of ours
     model.init_weights()
-    forgotten = [name for name, parameter in model.named_parameters() if parameter.isnan().any()]
-    if forgotten:
-        fail(f"init_weights leaves out {', '.join(forgotten)}: give every parameter its first values there")
     return model
 
 
@@ -567,7 +560,7 @@ def main():
     started, source = time.time(), machine.file_digest(__file__)
     seed = prepare.seed_everything()
     torch.set_float32_matmul_precision("high")
-    facts = prepare.check_dataset()  # before anything that takes time
+    facts = prepare.checked_dataset(prepare.DATASET)  # before anything that takes time
     fingerprint = prepare.fingerprint()
     device = machine.find_device()
     peak, device_name = machine.peak_flops(device)
@@ -617,7 +610,7 @@ def main():
             "train.py": source,
         }
         del optimizer, loader
-        machine.save(path, {"config": asdict(model.config), "model": model.state_dict(), "facts": result})
+        saved = machine.save(path, {"config": asdict(model.config), "model": model.state_dict(), "facts": result})
 
     print(f"Evaluating {EVAL_TOKENS:,} tokens", flush=True)
     evaluation_started = time.time()
@@ -642,9 +635,11 @@ def main():
     print("---")
     for key, value in summary.items():
         print(f"{key + ':':<17} {value}")
-    if not args.evaluate:
-        with contextlib.suppress(OSError):
+    if not args.evaluate and saved:
+        try:
             os.replace(path, os.path.join(HERE, "model.pt")) if args.keep else os.remove(path)
+        except OSError as e:
+            print(f"WARNING: {e}" + (f"; the model stays in {path}" if args.keep else ""))
 
 
 if __name__ == "__main__":
@@ -654,11 +649,13 @@ if __name__ == "__main__":
         fail(e, machine.EXIT_ENVIRONMENT)
     except NoResult as e:
         fail(e)
-    except torch.OutOfMemoryError as e:
-        half = f"use DEVICE_BATCH_SIZE {DEVICE_BATCH_SIZE // 2} (TOTAL_BATCH_SIZE can stay), or " if DEVICE_BATCH_SIZE > 1 else "use "
-        fail(f"out of GPU memory with DEVICE_BATCH_SIZE {DEVICE_BATCH_SIZE} at depth {DEPTH}: {half}a smaller model ({str(e)[:200]})")
     except BrokenPipeError:  # `| head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as e:
+        fail(e, machine.EXIT_ENVIRONMENT)
+    except torch.OutOfMemoryError as e:
+        half = f"use DEVICE_BATCH_SIZE {DEVICE_BATCH_SIZE // 2} (TOTAL_BATCH_SIZE can stay), or " if DEVICE_BATCH_SIZE > 1 else "use "
+        fail(f"out of GPU memory with DEVICE_BATCH_SIZE {DEVICE_BATCH_SIZE} at depth {DEPTH}: {half}a smaller model ({str(e)[:200]})")
     except KeyboardInterrupt:
         fail("interrupted", 130)

@@ -3,6 +3,7 @@
 import os
 
 import torch
+from torch.autograd import forward_ad
 
 # Decided at import, without touching a device: tuning candidates are lists by backend, and an option of one backend
 # (AMD's waves_per_eu) never reaches the other.
@@ -15,8 +16,17 @@ def configs(candidates):
     return candidates[BACKEND][:1] if INTERPRETED else candidates[BACKEND]
 
 
+def has_tangent(*tensors):
+    """Whether forward-mode differentiation is under way with one of them: the operators have no rule for it and would give zeros."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
 def require_device(name, *tensors):
-    """`ValueError` unless all tensors are on one device that Triton can run on."""
+    """`ValueError` unless all tensors are on one device that Triton can run on; `RuntimeError` for forward-mode differentiation."""
+    if has_tangent(*tensors):
+        raise RuntimeError(f"{name}: forward-mode differentiation is not supported; use {name}_ref")
     devices = {t.device for t in tensors if t is not None}
     if len(devices) > 1:
         raise ValueError(f"{name}: tensors on different devices {sorted(map(str, devices))}; move them to one")

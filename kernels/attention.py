@@ -35,6 +35,7 @@ from ._ops import add_op_namespace_prefix
 
 DELTA_ROWS = 32
 PADDED_TO = 128  # no backward kernel reads queries in larger blocks
+MAX_SCALE = 1e30  # beyond it a score of 1 leaves float32's range
 LOG2E = 1.4426950408889634
 # Triton's interpreter multiplies the bit patterns of bfloat16 operands and truncates when it converts to bfloat16.
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -1034,9 +1035,8 @@ def _check(q, k, v, causal, window, scale):
         raise ValueError("flash_attention: no keys to attend to")
     if window is not None and (not causal or window < 0):
         raise ValueError(f"flash_attention: window {window} with causal={causal}; a window is at least 0 and needs causal=True")
-    if not 0 < scale < math.inf:
-        raise ValueError(f"flash_attention: scale {scale} is not supported; it must be positive and finite")
-    require_float("flash_attention", q, k, v)
+    if not 0 < scale <= MAX_SCALE:
+        raise ValueError(f"flash_attention: scale {scale} is not supported; it must be positive and at most {MAX_SCALE:g}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"flash_attention: q {q.dtype}, k {k.dtype}, v {v.dtype} must have one dtype")
 
@@ -1051,6 +1051,7 @@ def flash_attention(q, k, v, causal=True, window=None, scale=None):
     Differentiable once in q, k and v. `ValueError` for anything else.
     """
     require_device("flash_attention", q, k, v)
+    require_float("flash_attention", q, k, v)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))

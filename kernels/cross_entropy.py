@@ -24,6 +24,7 @@ from ._common import as_rows, forbid_double_backward, require_device, require_fl
 from ._ops import add_op_namespace_prefix
 
 LOG2E = tl.constexpr(math.log2(math.e))
+SOFTCAPS = 1.0, 1e4  # supported; beyond, squares of it and differences from it leave float32's precision
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 ONE_BLOCK = 32768  # widest row that stays in registers between its reduction and its gradient (32 warps)
@@ -94,7 +95,7 @@ def _grad(p, s, hit, SOFTCAP: tl.constexpr):
 @triton.jit
 def _load_capped(logits, cols, vocab, SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
     """Capped logits as `_softcap` gives them, -inf beyond the vocabulary."""
-    EXACT: tl.constexpr = logits.dtype.element_ty == tl.float32
+    EXACT: tl.constexpr = (logits.dtype.element_ty == tl.float32) or (SOFTCAP > 64.0)
     if MASKED:
         s = _softcap(tl.load(logits + cols, mask=cols < vocab, other=0.0).to(tl.float32), SOFTCAP, EXACT)
         return tl.where(cols < vocab, s, float("-inf"))
@@ -121,7 +122,7 @@ def _row_kernel(
     ignored = target == ignore_index
     valid = (target >= 0) & (target < vocab)
     logits += row.to(tl.int64) * stride
-    EXACT: tl.constexpr = logits.dtype.element_ty == tl.float32
+    EXACT: tl.constexpr = (logits.dtype.element_ty == tl.float32) or (SOFTCAP > 64.0)
     s_target = _softcap(tl.load(logits + target, mask=valid, other=0.0).to(tl.float32), SOFTCAP, EXACT)
 
     cols = tl.arange(0, BLOCK)
@@ -189,7 +190,8 @@ def _reduce_kernel(losses, targets, loss, factor, rows, ignore_index, MEAN: tl.c
         index = start + tl.arange(0, BLOCK)
         total += tl.load(losses + index, mask=index < rows, other=0.0)
         if MEAN:
-            count += (tl.load(targets + index, mask=index < rows, other=ignore_index) != ignore_index).to(tl.int32)
+            counted = (tl.load(targets + index, mask=index < rows, other=0).to(tl.int64) != ignore_index) & (index < rows)
+            count += counted.to(tl.int32)
     result = tl.sum(total, 0)
     if MEAN:
         n = tl.sum(count, 0)
@@ -347,8 +349,8 @@ def _checked(name, values, targets, softcap, reduction):
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{name}: reduction {reduction!r} is not supported; use 'mean', 'sum' or 'none'")
     softcap = float(softcap or 0.0)
-    if not 0.0 <= softcap < math.inf:
-        raise ValueError(f"{name}: softcap {softcap} is not supported; use a positive number, or None for none")
+    if softcap and not SOFTCAPS[0] <= softcap <= SOFTCAPS[1]:  # NaN too
+        raise ValueError(f"{name}: softcap {softcap} is not supported; use one from {SOFTCAPS[0]:g} to {SOFTCAPS[1]:g}, or None for none")
     return softcap
 
 
@@ -497,7 +499,7 @@ def linear_softcap_cross_entropy(x, weight, targets, softcap=15.0, ignore_index=
     x: (..., n_embd), float32, float16 or bfloat16. weight: (vocab, n_embd) of the same dtype. targets, softcap, ignore_index,
     reduction and what is returned: as in `softcap_cross_entropy`.
     Under autocast x and weight enter the products in autocast's dtype, and a float32 weight gets a float32 gradient, summed in
-    float32 over the chunks.
+    float32 over the chunks (on ROCm, whose products can't give float32 from bfloat16, each chunk's part is rounded once before).
 
     Memory beside x, weight and their gradients: CHUNK_BYTES (64 MiB) of logits, or CHUNK_ROWS (1024) rows of them where that is
     more, and the weight's gradient in float32. With "mean" and "sum" the gradients are formed in the forward pass, of those of

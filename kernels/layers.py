@@ -26,8 +26,10 @@ class RMSNorm(nn.Module):
     variance_epsilon: float
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if len(getattr(self, "normalized_shape", (0,))) != 1:
+            raise ValueError(f"RMSNorm: the module normalizes {self.normalized_shape}; this layer the last dimension alone")
         eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
-        return rms_norm(hidden_states, self.weight, torch.finfo(hidden_states.dtype).eps if eps is None else eps)
+        return rms_norm(hidden_states, self.weight, torch.finfo(torch.float32).eps if eps is None else eps)  # torch's, in bfloat16 too
 
 
 class SwiGLU(nn.Module):

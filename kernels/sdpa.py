@@ -4,13 +4,11 @@ Same arguments, shapes and results; whatever the kernel does not do (masks, drop
 attention of unequal lengths) goes to torch unchanged, errors included: never a silently different number.
 """
 
-import math
-
 import torch
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa  # F's own name may be given to `sdpa` below
 
-from ._common import INTERPRETED
-from .attention import flash_attention
+from ._common import INTERPRETED, has_tangent
+from .attention import MAX_SCALE, flash_attention
 
 # A few queries over many keys, as in decoding, are a matrix-vector product: torch splits the keys over the GPU, the kernel does not.
 MIN_QUERIES = 16
@@ -23,10 +21,11 @@ def _kernel_can(query, key, value, attn_mask, dropout_p, is_causal, scale, enabl
     device = query.device
     if key.device != device or value.device != device or not (device.type == "cuda" or INTERPRETED and device.type == "cpu"):
         return False
-    if torch.is_autocast_enabled(device.type):  # torch casts, then attends
-        dtypes = {torch.get_autocast_dtype(device.type)} if all(x.dtype.is_floating_point for x in tensors) else set()
-    else:
-        dtypes = {x.dtype for x in tensors}
+    if has_tangent(*tensors) or not torch.compiler.is_compiling() and any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+        return False  # torch.func's transforms
+    dtypes = {x.dtype for x in tensors}
+    if torch.is_autocast_enabled(device.type) and dtypes <= {torch.float32, torch.float16, torch.bfloat16}:
+        dtypes = {torch.get_autocast_dtype(device.type)}  # torch casts, then attends; it leaves float64 as it is
     if dtypes not in ({torch.float16}, {torch.bfloat16}) or not query.ndim == key.ndim == value.ndim == 4:
         return False
     (B, n_head, n_queries, head_dim), (n_kv_head, n_keys) = query.shape, key.shape[1:3]
@@ -36,7 +35,7 @@ def _kernel_can(query, key, value, attn_mask, dropout_p, is_causal, scale, enabl
         return False
     if B == 0 or n_queries < MIN_QUERIES or n_keys == 0 or is_causal and n_queries != n_keys:
         return False
-    return scale is None or 0 < scale < math.inf
+    return scale is None or 0 < scale <= MAX_SCALE
 
 
 def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):

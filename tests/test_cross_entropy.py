@@ -467,3 +467,25 @@ def test_not_the_current_device():
     compare(softcap_cross_entropy, softcap_cross_entropy_ref, [logits], targets)
     x, weight, targets = linear_example(6, 100, 32, torch.float32, "cuda:1")
     compare(linear_softcap_cross_entropy, linear_softcap_cross_entropy_ref, [x, weight], targets)
+
+
+def test_ignore_index_beyond_the_targets_dtype(device):
+    """int32 targets and an ignore_index that is none of theirs: every row counts."""
+    logits = torch.randn(3, 40, device=device)
+    targets = torch.tensor([1, 2, 3], device=device, dtype=torch.int32)
+    ours = softcap_cross_entropy(logits, targets, ignore_index=2**40)
+    torch.testing.assert_close(ours, softcap_cross_entropy_ref(logits, targets, ignore_index=-1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", [1.0, 30.0, 100.0, 1e4])
+def test_range_of_softcaps(dtype, softcap, device):
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(20, 50, generator=generator) * 3).to(device, dtype)
+    compare(softcap_cross_entropy, softcap_cross_entropy_ref, [logits], torch.arange(20, device=device), softcap=softcap, reduction="none")
+
+
+@pytest.mark.parametrize("softcap", [-1.0, 0.1, 1e5, float("inf"), float("nan")])
+def test_softcaps_that_are_refused(softcap, device):
+    with pytest.raises(ValueError, match="softcap"):
+        softcap_cross_entropy(torch.randn(2, 8, device=device), torch.zeros(2, dtype=torch.int64, device=device), softcap=softcap)

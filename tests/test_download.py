@@ -282,7 +282,7 @@ def test_no_network_is_one_line(tmp_path):
         "HF_ENDPOINT": f"http://127.0.0.1:{closed}",
     }
     done = subprocess.run([sys.executable, "-c", script], cwd=PROJECT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1 and "Check the network" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 3 and "Check the network" in done.stderr and "Traceback" not in done.stderr
     assert len([line for line in done.stderr.splitlines() if line.startswith("prepare.py: ")]) == 1
 
 
@@ -312,7 +312,7 @@ def test_bad_arguments(tmp_path, args, message):
 
 def test_check_says_what_is_missing_and_changes_nothing(tmp_path):
     done = command(tmp_path, "--check")
-    assert done.returncode == 1 and "run python prepare.py" in done.stderr and os.listdir(tmp_path) == []
+    assert done.returncode == 3 and "run python prepare.py" in done.stderr and os.listdir(tmp_path) == []
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -322,6 +322,6 @@ def test_full_disk_is_one_line(hub, tmp_path):
     (tmp_path / "data" / (NAMES[0] + ".part")).symlink_to("/dev/full")
     done = command(tmp_path, "--num-shards", "1", HF_ENDPOINT=hub.url)
     assert (
-        done.returncode == 1 and "No space left on device" in done.stderr and "make room" in done.stderr and "Traceback" not in done.stderr
+        done.returncode == 3 and "No space left on device" in done.stderr and "make room" in done.stderr and "Traceback" not in done.stderr
     )
     assert not (tmp_path / "data" / NAMES[0]).exists()

@@ -81,11 +81,26 @@ def test_same_numbers_as_the_module_it_replaces(name, dtype, device):
     exact_module = make().to(device, torch.float64)
     exact_module.load_state_dict(module.state_dict())
     if isinstance(module, nn.RMSNorm) and module.eps is None:
-        exact_module.eps = torch.finfo(dtype).eps
+        exact_module.eps = torch.finfo(torch.float32).eps  # what torch takes in bfloat16 too
     exact = results(exact_module, x.double(), dy.double())
     ours = results(put_into(layer, module), x, dy)
     for n, (o, p, e) in enumerate(zip(ours, low, exact)):
         assert_close_to_reference(o, p, e, 3 if n else 2, f"{name}, {'output' if n == 0 else f'gradient {n - 1}'}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_default_eps_of_small_rows(dtype, device):
+    """Rows so small that an eps of the dtype's own, 0.0078 in bfloat16, would halve them."""
+    module = nn.RMSNorm(64).to(device, dtype)
+    x = (torch.randn(4, 64, device=device) * 0.05).to(dtype)
+    exact = nn.RMSNorm(64, eps=torch.finfo(torch.float32).eps).to(device, torch.float64)(x.double())
+    assert_close_to_reference(put_into(RMSNorm, nn.RMSNorm(64).to(device, dtype))(x), module(x), exact, 2, "small rows")
+
+
+def test_norm_over_two_dimensions_is_refused(device):
+    module = put_into(RMSNorm, nn.RMSNorm((2, 8), elementwise_affine=False).to(device))
+    with pytest.raises(ValueError, match="normalizes"):
+        module(torch.randn(4, 2, 8, device=device))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -158,9 +158,8 @@ def test_packing_is_the_rule(groups, capacity, buffer_documents):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare, "ENCODING_BATCH", 4)
         patch.setattr(prepare, "BUFFER_DOCUMENTS", buffer_documents)
-        patch.setattr(prepare, "open_shard", lambda dataset, name: shard)
+        patch.setattr(prepare, "opened_shard", lambda dataset, record: shard)
         patch.setattr(prepare, "checked_dataset", lambda dataset: {"shards": [{"shard": "shard_00000.parquet", "sha256": ""}]})
-        patch.setattr(prepare, "read_json", lambda path: {"sha256": ""})
         rows = prepare.packed_rows(SimpleNamespace(name="any", tokens_dir=""), "train", capacity)
         next(rows)
         ours = []
@@ -299,6 +298,24 @@ def test_failed_text_leaves_the_one_before(tmp_path, monkeypatch):
     assert prepare.check_dataset(replace(prepare.text_dataset(), eval_tokens=before["eval_tokens"])) == before
 
 
+def test_only_datasets_are_replaced(tmp_path, monkeypatch):
+    """A folder of the user's own that lies where the text dataset would, and .tmp files beside, are never touched."""
+    monkeypatch.setattr(prepare, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(prepare, "text_dataset", lambda: text_dataset(tmp_path / "text"))
+    write_text(tmp_path / "text")
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "chapter.tmp").write_text("mine")
+    before = sorted(p for p in tmp_path.rglob("*"))
+    with pytest.raises(prepare.DataError, match="something else than a dataset"):
+        prepare.prepare_text([str(tmp_path / "text")])
+    assert sorted(p for p in tmp_path.rglob("*")) == before
+    (tmp_path / "text").rename(tmp_path / "notes")
+    for _ in range(2):
+        prepare.prepare_text([str(tmp_path / "notes")])
+        assert sorted(os.listdir(tmp_path / "text")) == ["data", "prepare.lock", "tokenizer", "tokens"]
+    assert (tmp_path / "work" / "chapter.tmp").read_text() == "mine"
+
+
 def test_odd_things_among_the_text(tmp_path):
     write_text(tmp_path / "notes")
     os.symlink("nowhere", tmp_path / "notes" / ".#0.txt")
@@ -328,6 +345,7 @@ def test_damage_is_found_and_mended(demo, tmp_path, monkeypatch):
 
     damages = [
         (root / "tokens" / "shard_06542.index.npz", cut_short), (root / "tokens" / "shard_06542.tokens", flip),
+        (root / "tokens" / "shard_06542.tokens", lambda p: p.write_bytes(p.read_bytes() + b"x")),
         (root / "tokens" / "shard_06542.json", lambda p: p.write_text("[1]")),
         (root / "tokens" / "shard_00000.json", lambda p: p.write_text("{}")),
         (root / "data" / "dataset.json", lambda p: p.write_text("{}")),
@@ -387,10 +405,11 @@ def test_a_shard_that_comes_during_a_run_does_not_end_it(demo, tmp_path, monkeyp
     next(prepare.make_dataloader(tokenizer, 2, 64, "train"))
     (root / "data" / "shard_00007.parquet").write_bytes((root / "data" / "shard_00000.parquet").read_bytes())
     next(prepare.make_dataloader(tokenizer, 2, 64, "val"))
-    record = json.loads((root / "tokens" / "shard_06542.json").read_text())
-    (root / "tokens" / "shard_06542.json").write_text(json.dumps(record | {"sha256": "other"}))
-    with pytest.raises(prepare.DataError, match="changed during the run"):
-        next(prepare.make_dataloader(tokenizer, 2, 64, "val"))
+    (x, *_), (reference, *_) = (next(prepare.make_dataloader(tokenizer, 2, 64, "val")) for _ in range(2))
+    for name in os.listdir(root / "tokens"):
+        os.remove(root / "tokens" / name)
+    again, *_ = next(prepare.make_dataloader(tokenizer, 2, 64, "val"))
+    assert torch.equal(x, again) and torch.equal(x, reference), "what the run has opened it reads to the end"
 
 
 def test_a_file_is_in_training_or_in_validation(tmp_path):
@@ -430,7 +449,7 @@ def test_text_on_the_command_line(tmp_path):
     environment = {**os.environ, "AUTORESEARCH_CACHE": str(tmp_path), "AUTORESEARCH_DATASET": ""}
     command = [sys.executable, "prepare.py"]
     missing = subprocess.run([*command, "--text", "/no/such/folder"], cwd=PROJECT, env=environment, capture_output=True, text=True)
-    assert missing.returncode == 1 and "/no/such/folder: no such file or folder" in missing.stderr and len(missing.stderr.splitlines()) == 1
+    assert missing.returncode == 3 and "/no/such/folder: no such file or folder" in missing.stderr and len(missing.stderr.splitlines()) == 1
     library = os.path.dirname(os.path.dirname(json.__file__))
     packages = [
         os.path.join(library, name) for name in ("asyncio", "email", "http", "json", "multiprocessing", "unittest", "xml", "argparse.py")

@@ -288,3 +288,22 @@ def test_runs_on_the_device_of_its_input():
         rms_norm(x, torch.ones(512, device="cuda:1")).sum().backward()
         assert torch.cuda.current_device() == 0 and x.grad.device == x.device
     torch.testing.assert_close(rms_norm(x), rms_norm_ref(x))
+
+
+def test_forward_mode_is_refused(device):
+    """An operator without a forward-mode rule gives zero tangents, silently."""
+    from kernels import flash_attention, qk_norm_rope, softcap_cross_entropy, swiglu
+
+    x = torch.randn(4, 64, device=device)
+    heads = torch.randn(1, 16, 2, 32, device=device)
+    table = torch.ones(16, 16, device=device)
+    targets = torch.zeros(4, dtype=torch.int64, device=device)
+    for name, function, value in (
+        ("rms_norm", rms_norm, x),
+        ("swiglu", lambda t: swiglu(t, t), x),
+        ("qk_norm_rope", lambda t: qk_norm_rope(t, t, table, table), heads),
+        ("flash_attention", lambda t: flash_attention(t, t, t), heads),
+        ("softcap_cross_entropy", lambda t: softcap_cross_entropy(t, targets), x),
+    ):
+        with pytest.raises(RuntimeError, match=f"{name}: forward-mode differentiation is not supported"):
+            torch.func.jvp(function, (value,), (torch.ones_like(value),))

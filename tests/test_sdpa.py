@@ -145,3 +145,26 @@ def test_compiles(device):
         fullgraph=True,
     )
     assert function(*inputs).shape == inputs[0].shape
+
+
+def test_autocast_leaves_float64_to_torch(device):
+    q, k, v = (torch.randn(1, 2, 32, 32, device=device, dtype=torch.float64) for _ in "qkv")
+    with torch.autocast(device, torch.bfloat16):
+        ours, theirs = sdpa(q, k, v), torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert ours.dtype == theirs.dtype == torch.float64 and torch.equal(ours, theirs)
+
+
+def test_transforms_go_to_torch(device):
+    """torch.func's gradients and forward-mode tangents: the kernel has no rule for them, and must not give zeros."""
+    q, k, v = (torch.randn(1, 2, 32, 32, device=device, dtype=torch.float16) for _ in "qkv")
+
+    def loss(function):
+        return lambda q: function(q, k, v, is_causal=True).float().square().sum()
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        theirs = torch.func.grad(loss(torch.nn.functional.scaled_dot_product_attention))(q)
+        torch.testing.assert_close(torch.func.grad(loss(sdpa))(q), theirs)
+        tangent = torch.randn_like(q)
+        ours, theirs = (torch.func.jvp(loss(f), (q,), (tangent,))[1] for f in (sdpa, torch.nn.functional.scaled_dot_product_attention))
+    assert theirs.abs() > 0
+    torch.testing.assert_close(ours, theirs)

@@ -240,21 +240,23 @@ def test_save_that_fails_costs_no_result(demo, tmp_path, capsys):
     assert "WARNING: the model could not be saved" in capsys.readouterr().out
 
 
-def test_parameters_that_are_forgotten(capsys, monkeypatch):
-    """A researcher's new parameter: without first values, or in Muon's hands though it is no matrix, it ends the run by name."""
-    block = train.Block.__init__
+def test_what_a_researcher_adds(capsys, monkeypatch):
+    """What init_weights leaves out has torch's first values, Muon takes no vectors, and the draws stay the same."""
+    plain = small_model(torch.device("cpu"), n_layer=1).state_dict()
+    init = train.GPT.__init__
 
-    def with_scale(self, config, layer):
-        block(self, config, layer)
-        self.scale = torch.nn.Parameter(torch.ones(config.n_embd))
+    def extended(self, config):
+        init(self, config)
+        self.transformer.h[0].extra = torch.nn.LayerNorm(config.n_embd)
+        self.register_buffer("scale", torch.ones(config.n_embd))
 
-    monkeypatch.setattr(train.Block, "__init__", with_scale)
+    monkeypatch.setattr(train.GPT, "__init__", extended)
+    model = small_model(torch.device("cpu"), n_layer=1)
+    assert (model.transformer.h[0].extra.weight == 1).all() and (model.scale == 1).all()
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.items())
     with pytest.raises(SystemExit):
-        small_model(torch.device("cpu"), n_layer=1)
-    assert "init_weights leaves out transformer.h.0.scale" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        train.GPT(train.GPTConfig(64, 97, 1, 2, 2, 64)).setup_optimizer()
-    assert "transformer.h.0.scale is no matrix" in capsys.readouterr().err
+        model.setup_optimizer()
+    assert "transformer.h.0.extra.weight is no matrix" in capsys.readouterr().err
 
 
 def test_missing_data_is_said_before_training(tmp_path, demo):
