@@ -46,17 +46,8 @@ HEAD_DIMS = "multiples of 8 from 16 to 256 (32, 64 and 128 are tuned)"
 
 
 @triton.jit
-def _load_rows(
-    base,
-    first,
-    stride,
-    limit,
-    BLOCK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    AGAIN: tl.constexpr = False,
-):
+def _load_rows(base, first, stride, limit, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr,
+               AGAIN: tl.constexpr = False):
     """Rows first … first + BLOCK of one head, (BLOCK, BLOCK_D); zeros beyond `limit` (if BOUNDED) and beyond HEAD_DIM.
     AGAIN names the default cache policy, so that the compiler does not merge this with the earlier load of the same rows."""
     CACHE: tl.constexpr = ".ca" if AGAIN else ""
@@ -159,29 +150,9 @@ def _program(n_rows, n_head, HEAVY_LAST: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _attend(
-    acc,
-    peak,
-    total,
-    Q,
-    k,
-    v,
-    start,
-    m0,
-    k_t,
-    v_t,
-    n_keys,
-    window,
-    scale,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FAST_BF16: tl.constexpr,
-):
+def _attend(acc, peak, total, Q, k, v, start, m0, k_t, v_t, n_keys, window, scale,
+            MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FAST_BF16: tl.constexpr):
     """One block of keys into the running maximum, sum and product."""
     K = _load_rows(k, start, k_t, n_keys, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)  # (BLOCK_N, BLOCK_D)
     S = _dot(Q, tl.trans(K), None)  # (BLOCK_M, BLOCK_N)
@@ -199,36 +170,9 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["n_queries", "n_keys", "window", "bucket"])
-def _forward_kernel(
-    q,
-    k,
-    v,
-    o,
-    lse,
-    n_queries,
-    n_keys,
-    window,
-    bucket,
-    n_head,
-    q_b,
-    q_t,
-    q_h,
-    k_b,
-    k_t,
-    k_h,
-    v_b,
-    v_t,
-    v_h,
-    scale,
-    GROUP: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FAST_BF16: tl.constexpr,
-):
+def _forward_kernel(q, k, v, o, lse, n_queries, n_keys, window, bucket, n_head, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, scale,
+                    GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FAST_BF16: tl.constexpr):
     b, h, m0 = _program(n_queries, n_head, CAUSAL, BLOCK_M)
     k += b * k_b + h // GROUP * k_h
     v += b * v_b + h // GROUP * v_h
@@ -242,105 +186,27 @@ def _forward_kernel(
         n_edge = (full - first) // BLOCK_N
         for i in range(n_edge + tl.cdiv(end - cut, BLOCK_N)):
             start = tl.where(i < n_edge, first, cut - n_edge * BLOCK_N) + i * BLOCK_N
-            acc, peak, total = _attend(
-                acc,
-                peak,
-                total,
-                Q,
-                k,
-                v,
-                start,
-                m0,
-                k_t,
-                v_t,
-                n_keys,
-                window,
-                scale,
-                True,
-                CAUSAL,
-                WINDOWED,
-                HEAD_DIM,
-                BLOCK_D,
-                BLOCK_M,
-                BLOCK_N,
-                FAST_BF16,
-            )
+            acc, peak, total = _attend(acc, peak, total, Q, k, v, start, m0, k_t, v_t, n_keys, window, scale,
+                                       True, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, FAST_BF16)
     else:
         for start in range(cut, end, BLOCK_N):
-            acc, peak, total = _attend(
-                acc,
-                peak,
-                total,
-                Q,
-                k,
-                v,
-                start,
-                m0,
-                k_t,
-                v_t,
-                n_keys,
-                window,
-                scale,
-                True,
-                CAUSAL,
-                WINDOWED,
-                HEAD_DIM,
-                BLOCK_D,
-                BLOCK_M,
-                BLOCK_N,
-                FAST_BF16,
-            )
+            acc, peak, total = _attend(acc, peak, total, Q, k, v, start, m0, k_t, v_t, n_keys, window, scale,
+                                       True, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, FAST_BF16)
     for start in range(full, cut, BLOCK_N):
-        acc, peak, total = _attend(
-            acc,
-            peak,
-            total,
-            Q,
-            k,
-            v,
-            start,
-            m0,
-            k_t,
-            v_t,
-            n_keys,
-            window,
-            scale,
-            False,
-            CAUSAL,
-            WINDOWED,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_M,
-            BLOCK_N,
-            FAST_BF16,
-        )
+        acc, peak, total = _attend(acc, peak, total, Q, k, v, start, m0, k_t, v_t, n_keys, window, scale,
+                                   False, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, FAST_BF16)
     row = b * n_head + h
     acc = acc * (1.0 / total)[:, None]
     o_t = n_head * HEAD_DIM
-    _store_rows(
-        o + b * n_queries * o_t + h * HEAD_DIM, m0, o_t, n_queries, _narrow(acc, o.dtype.element_ty, FAST_BF16), BLOCK_M, HEAD_DIM, BLOCK_D
-    )
+    _store_rows(o + b * n_queries * o_t + h * HEAD_DIM, m0, o_t, n_queries, _narrow(acc, o.dtype.element_ty, FAST_BF16),
+                BLOCK_M, HEAD_DIM, BLOCK_D)
     m = tl.arange(0, BLOCK_M)
     tl.store(lse + row * n_queries + m0 + m, peak + tl.log2(total), mask=m < n_queries - m0)
 
 
 @triton.jit(do_not_specialize=["n_queries", "n_padded"])
-def _delta_kernel(
-    o,
-    do,
-    lse,
-    rows,
-    n_queries,
-    n_padded,
-    n_head,
-    n_rows,
-    do_b,
-    do_t,
-    do_h,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
+def _delta_kernel(o, do, lse, rows, n_queries, n_padded, n_head, n_rows, do_b, do_t, do_h,
+                  HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):
     """rows[0] = lse, rows[1] = delta, padded to n_padded queries, so that the loops read whole blocks without a mask; what is
     beyond the end has P = exp2(0 - inf) = 0."""
     b, h, m0 = _program(n_padded, n_head, False, BLOCK_M)
@@ -355,36 +221,10 @@ def _delta_kernel(
 
 
 @triton.jit
-def _dkdv_block(
-    dK,
-    dV,
-    K,
-    V,
-    q,
-    do,
-    lse,
-    delta,
-    start,
-    n0,
-    q_t,
-    do_t,
-    n_queries,
-    n_keys,
-    window,
-    scale,
-    masked,
-    BOUNDED: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    RELOAD: tl.constexpr,
-    FAST_BF16: tl.constexpr,
-):
+def _dkdv_block(dK, dV, K, V, q, do, lse, delta, start, n0, q_t, do_t, n_queries, n_keys, window, scale, masked,
+                BOUNDED: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+                HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RELOAD: tl.constexpr,
+                FAST_BF16: tl.constexpr):
     """One block of queries into dK and dV. Everything is transposed, so that Pᵀ and dSᵀ are left operands as they come out.
     RELOAD reads Q again for the last product instead of holding it."""
     m = tl.arange(0, BLOCK_M)
@@ -408,48 +248,11 @@ def _dkdv_block(
 
 
 @triton.jit(do_not_specialize=["n_queries", "n_padded", "n_keys", "window", "bucket"])
-def _dkdv_kernel(
-    q,
-    k,
-    v,
-    do,
-    lse,
-    delta,
-    dk,
-    dv,
-    n_queries,
-    n_padded,
-    n_keys,
-    window,
-    bucket,
-    n_kv_head,
-    q_b,
-    q_t,
-    q_h,
-    k_b,
-    k_t,
-    k_h,
-    v_b,
-    v_t,
-    v_h,
-    do_b,
-    do_t,
-    do_h,
-    scale,
-    scale_log2,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    GROUP: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
-    RELOAD: tl.constexpr,
-    FAST_BF16: tl.constexpr,
-):
+def _dkdv_kernel(q, k, v, do, lse, delta, dk, dv, n_queries, n_padded, n_keys, window, bucket, n_kv_head,
+                 q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h, scale, scale_log2,
+                 DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+                 HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                 SPLIT: tl.constexpr, RELOAD: tl.constexpr, FAST_BF16: tl.constexpr):
     b, h, n0 = _program(n_keys, n_kv_head, False, BLOCK_N)
     K = _load_rows(k + b * k_b + h * k_h, n0, k_t, n_keys, BLOCK_N, HEAD_DIM, BLOCK_D, True)
     V = K
@@ -468,67 +271,11 @@ def _dkdv_kernel(
             n_edge = (full - first) // BLOCK_M
             for i in range(n_edge + tl.cdiv(end - cut, BLOCK_M)):
                 start = tl.where(i < n_edge, first, cut - n_edge * BLOCK_M) + i * BLOCK_M
-                dK, dV = _dkdv_block(
-                    dK,
-                    dV,
-                    K,
-                    V,
-                    q,
-                    do,
-                    lse,
-                    delta,
-                    start,
-                    n0,
-                    q_t,
-                    do_t,
-                    n_queries,
-                    n_keys,
-                    window,
-                    scale_log2,
-                    True,
-                    True,
-                    DK,
-                    DV,
-                    CAUSAL,
-                    WINDOWED,
-                    HEAD_DIM,
-                    BLOCK_D,
-                    BLOCK_M,
-                    BLOCK_N,
-                    RELOAD,
-                    FAST_BF16,
-                )
+                dK, dV = _dkdv_block(dK, dV, K, V, q, do, lse, delta, start, n0, q_t, do_t, n_queries, n_keys, window, scale_log2, True,
+                                     True, DK, DV, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, RELOAD, FAST_BF16)
             for start in range(full, cut, BLOCK_M):
-                dK, dV = _dkdv_block(
-                    dK,
-                    dV,
-                    K,
-                    V,
-                    q,
-                    do,
-                    lse,
-                    delta,
-                    start,
-                    n0,
-                    q_t,
-                    do_t,
-                    n_queries,
-                    n_keys,
-                    window,
-                    scale_log2,
-                    False,
-                    False,
-                    DK,
-                    DV,
-                    CAUSAL,
-                    WINDOWED,
-                    HEAD_DIM,
-                    BLOCK_D,
-                    BLOCK_M,
-                    BLOCK_N,
-                    RELOAD,
-                    FAST_BF16,
-                )
+                dK, dV = _dkdv_block(dK, dV, K, V, q, do, lse, delta, start, n0, q_t, do_t, n_queries, n_keys, window, scale_log2, False,
+                                     False, DK, DV, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, RELOAD, FAST_BF16)
             q += q_h
             do += do_h
             lse += n_padded
@@ -537,36 +284,8 @@ def _dkdv_kernel(
         start = first
         for _ in range(GROUP * tl.cdiv(end - first, BLOCK_M)):  # heads and blocks in one loop: nested ones hold more registers
             masked = (start < full) | (start >= cut)
-            dK, dV = _dkdv_block(
-                dK,
-                dV,
-                K,
-                V,
-                q,
-                do,
-                lse,
-                delta,
-                start,
-                n0,
-                q_t,
-                do_t,
-                n_queries,
-                n_keys,
-                window,
-                scale_log2,
-                masked,
-                True,
-                DK,
-                DV,
-                CAUSAL,
-                WINDOWED,
-                HEAD_DIM,
-                BLOCK_D,
-                BLOCK_M,
-                BLOCK_N,
-                RELOAD,
-                FAST_BF16,
-            )
+            dK, dV = _dkdv_block(dK, dV, K, V, q, do, lse, delta, start, n0, q_t, do_t, n_queries, n_keys, window, scale_log2, masked,
+                                 True, DK, DV, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, RELOAD, FAST_BF16)
             start += BLOCK_M
             if GROUP > 1:
                 done = start >= end
@@ -585,32 +304,9 @@ def _dkdv_kernel(
 
 
 @triton.jit
-def _dq_block(
-    dQ,
-    Q,
-    dO,
-    L,
-    delta,
-    k,
-    v,
-    start,
-    m0,
-    k_t,
-    v_t,
-    n_keys,
-    window,
-    scale,
-    masked,
-    BOUNDED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    RELOAD: tl.constexpr,
-    FAST_BF16: tl.constexpr,
-):
+def _dq_block(dQ, Q, dO, L, delta, k, v, start, m0, k_t, v_t, n_keys, window, scale, masked,
+              BOUNDED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RELOAD: tl.constexpr, FAST_BF16: tl.constexpr):
     """One block of keys into dQ. RELOAD: as in `_dkdv_block`."""
     K = _load_rows(k, start, k_t, n_keys, BLOCK_N, HEAD_DIM, BLOCK_D, BOUNDED)
     P = tl.exp2(_dot(Q, tl.trans(K), None) * scale - L[:, None])  # (BLOCK_M, BLOCK_N)
@@ -626,45 +322,10 @@ def _dq_block(
 
 
 @triton.jit(do_not_specialize=["n_queries", "n_padded", "n_keys", "window", "bucket"])
-def _dq_kernel(
-    q,
-    k,
-    v,
-    do,
-    lse,
-    delta,
-    dq,
-    n_queries,
-    n_padded,
-    n_keys,
-    window,
-    bucket,
-    n_head,
-    q_b,
-    q_t,
-    q_h,
-    k_b,
-    k_t,
-    k_h,
-    v_b,
-    v_t,
-    v_h,
-    do_b,
-    do_t,
-    do_h,
-    scale,
-    scale_log2,
-    GROUP: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
-    RELOAD: tl.constexpr,
-    FAST_BF16: tl.constexpr,
-):
+def _dq_kernel(q, k, v, do, lse, delta, dq, n_queries, n_padded, n_keys, window, bucket, n_head,
+               q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h, scale, scale_log2,
+               GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, RELOAD: tl.constexpr, FAST_BF16: tl.constexpr):
     b, h, m0 = _program(n_queries, n_head, CAUSAL, BLOCK_M)
     k += b * k_b + h // GROUP * k_h
     v += b * v_b + h // GROUP * v_h
@@ -680,99 +341,19 @@ def _dq_kernel(
         n_edge = (full - first) // BLOCK_N
         for i in range(n_edge + tl.cdiv(end - cut, BLOCK_N)):
             start = tl.where(i < n_edge, first, cut - n_edge * BLOCK_N) + i * BLOCK_N
-            dQ = _dq_block(
-                dQ,
-                Q,
-                dO,
-                L,
-                delta_m,
-                k,
-                v,
-                start,
-                m0,
-                k_t,
-                v_t,
-                n_keys,
-                window,
-                scale_log2,
-                True,
-                True,
-                CAUSAL,
-                WINDOWED,
-                HEAD_DIM,
-                BLOCK_D,
-                BLOCK_M,
-                BLOCK_N,
-                RELOAD,
-                FAST_BF16,
-            )
+            dQ = _dq_block(dQ, Q, dO, L, delta_m, k, v, start, m0, k_t, v_t, n_keys, window, scale_log2, True,
+                           True, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, RELOAD, FAST_BF16)
         for start in range(full, cut, BLOCK_N):
-            dQ = _dq_block(
-                dQ,
-                Q,
-                dO,
-                L,
-                delta_m,
-                k,
-                v,
-                start,
-                m0,
-                k_t,
-                v_t,
-                n_keys,
-                window,
-                scale_log2,
-                False,
-                False,
-                CAUSAL,
-                WINDOWED,
-                HEAD_DIM,
-                BLOCK_D,
-                BLOCK_M,
-                BLOCK_N,
-                RELOAD,
-                FAST_BF16,
-            )
+            dQ = _dq_block(dQ, Q, dO, L, delta_m, k, v, start, m0, k_t, v_t, n_keys, window, scale_log2, False,
+                           False, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, RELOAD, FAST_BF16)
     else:
         for start in range(first, end, BLOCK_N):
             masked = (start < full) | (start >= cut)
-            dQ = _dq_block(
-                dQ,
-                Q,
-                dO,
-                L,
-                delta_m,
-                k,
-                v,
-                start,
-                m0,
-                k_t,
-                v_t,
-                n_keys,
-                window,
-                scale_log2,
-                masked,
-                True,
-                CAUSAL,
-                WINDOWED,
-                HEAD_DIM,
-                BLOCK_D,
-                BLOCK_M,
-                BLOCK_N,
-                RELOAD,
-                FAST_BF16,
-            )
+            dQ = _dq_block(dQ, Q, dO, L, delta_m, k, v, start, m0, k_t, v_t, n_keys, window, scale_log2, masked,
+                           True, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, RELOAD, FAST_BF16)
     o_t = n_head * HEAD_DIM
-    _store_rows(
-        dq + b * n_queries * o_t + h * HEAD_DIM,
-        m0,
-        o_t,
-        n_queries,
-        _narrow(dQ * scale, dq.dtype.element_ty, FAST_BF16),
-        BLOCK_M,
-        HEAD_DIM,
-        BLOCK_D,
-    )
+    _store_rows(dq + b * n_queries * o_t + h * HEAD_DIM, m0, o_t, n_queries, _narrow(dQ * scale, dq.dtype.element_ty, FAST_BF16),
+                BLOCK_M, HEAD_DIM, BLOCK_D)
 
 
 # --- tuning --------------------------------------------------------------------------------------------------------
@@ -798,43 +379,28 @@ ROOMY = dict(SPLIT=True, RELOAD=False)
 # backward at 256 and float32 above 64 do spill: they work and are not tuned.
 # cuda: what compiles for sm_90 without, or with hardly any, spills; the smaller tiles are for short sequences and smaller parts.
 FORWARD_CONFIGS = {
-    64: {
-        "hip": [_hip(64, 32), _hip(64, 64)],
-        "cuda": [_cuda(128, 64, 4, 3), _cuda(128, 128, 4, 3), _cuda(128, 128, 8, 2), _cuda(128, 64, 8, 3), _cuda(64, 64, 4, 3)],
-    },
-    128: {
-        "hip": [_hip(64, 32, waves_per_eu=4), _hip(128, 32, num_warps=8, waves_per_eu=4), _hip(64, 16)],
-        "cuda": [_cuda(128, 64, 8, 3), _cuda(128, 128, 8, 2), _cuda(128, 64, 8, 2), _cuda(64, 64, 4, 3), _cuda(128, 32, 4, 3)],
-    },
+    64: {"hip": [_hip(64, 32), _hip(64, 64)],
+         "cuda": [_cuda(128, 64, 4, 3), _cuda(128, 128, 4, 3), _cuda(128, 128, 8, 2), _cuda(128, 64, 8, 3), _cuda(64, 64, 4, 3)]},
+    128: {"hip": [_hip(64, 32, waves_per_eu=4), _hip(128, 32, num_warps=8, waves_per_eu=4), _hip(64, 16)],
+          "cuda": [_cuda(128, 64, 8, 3), _cuda(128, 128, 8, 2), _cuda(128, 64, 8, 2), _cuda(64, 64, 4, 3), _cuda(128, 32, 4, 3)]},
     256: {"hip": [_hip(64, 16, num_warps=8, waves_per_eu=4)], "cuda": [_cuda(128, 32, 8, 2), _cuda(64, 64, 8, 2)]},
     "float32": {"hip": [_hip(16, 16, num_warps=8, waves_per_eu=4)], "cuda": [_cuda(32, 16, 8, 1)]},
 }
 DKDV_CONFIGS = {
-    64: {
-        "hip": [_hip(16, 64, **LEAN), _hip(16, 128, num_warps=8, **LEAN)],
-        "cuda": [_cuda(64, 128, 8, 3, **ROOMY), _cuda(64, 128, 8, 2, **ROOMY), _cuda(64, 64, 4, 3, **ROOMY)],
-    },
-    128: {
-        "hip": [_hip(16, 64, waves_per_eu=4, **LEAN), _hip(16, 128, num_warps=8, waves_per_eu=4, **LEAN)],
-        "cuda": [_cuda(64, 128, 8, 3, **ROOMY), _cuda(32, 128, 8, 3, **ROOMY), _cuda(64, 64, 8, 2, **ROOMY), _cuda(32, 64, 4, 3, **ROOMY)],
-    },
+    64: {"hip": [_hip(16, 64, **LEAN), _hip(16, 128, num_warps=8, **LEAN)],
+         "cuda": [_cuda(64, 128, 8, 3, **ROOMY), _cuda(64, 128, 8, 2, **ROOMY), _cuda(64, 64, 4, 3, **ROOMY)]},
+    128: {"hip": [_hip(16, 64, waves_per_eu=4, **LEAN), _hip(16, 128, num_warps=8, waves_per_eu=4, **LEAN)],
+          "cuda": [_cuda(64, 128, 8, 3, **ROOMY), _cuda(32, 128, 8, 3, **ROOMY),
+                   _cuda(64, 64, 8, 2, **ROOMY), _cuda(32, 64, 4, 3, **ROOMY)]},
     256: {"hip": [_hip(16, 32, num_warps=8, waves_per_eu=4, **LEAN)], "cuda": [_cuda(32, 64, 8, 2, **ROOMY)]},
     "float32": {"hip": [_hip(16, 16, num_warps=8, waves_per_eu=4, **LEAN)], "cuda": [_cuda(16, 16, 8, 1, **ROOMY)]},
 }
 DQ_CONFIGS = {
-    64: {
-        "hip": [_hip(64, 32, waves_per_eu=4, **LEAN)],
-        "cuda": [
-            _cuda(128, 64, 8, 3, **ROOMY),
-            _cuda(128, 128, 8, 2, **ROOMY),
-            _cuda(64, 64, 4, 3, **ROOMY),
-            _cuda(64, 128, 4, 2, **ROOMY),
-        ],
-    },
-    128: {
-        "hip": [_hip(64, 16, waves_per_eu=4, **LEAN), _hip(128, 16, num_warps=8, waves_per_eu=4, **LEAN)],
-        "cuda": [_cuda(128, 64, 8, 3, **ROOMY), _cuda(128, 64, 8, 2, **ROOMY), _cuda(64, 64, 4, 2, **ROOMY)],
-    },
+    64: {"hip": [_hip(64, 32, waves_per_eu=4, **LEAN)],
+         "cuda": [_cuda(128, 64, 8, 3, **ROOMY), _cuda(128, 128, 8, 2, **ROOMY),
+                  _cuda(64, 64, 4, 3, **ROOMY), _cuda(64, 128, 4, 2, **ROOMY)]},
+    128: {"hip": [_hip(64, 16, waves_per_eu=4, **LEAN), _hip(128, 16, num_warps=8, waves_per_eu=4, **LEAN)],
+          "cuda": [_cuda(128, 64, 8, 3, **ROOMY), _cuda(128, 64, 8, 2, **ROOMY), _cuda(64, 64, 4, 2, **ROOMY)]},
     256: {"hip": [_hip(32, 16, num_warps=8, waves_per_eu=4, **LEAN)], "cuda": [_cuda(64, 32, 8, 2, **ROOMY)]},
     "float32": {"hip": [_hip(16, 16, num_warps=8, waves_per_eu=4, **LEAN)], "cuda": [_cuda(16, 16, 8, 1, **ROOMY)]},
 }
@@ -874,25 +440,10 @@ def _shared_arguments(q, k, v, causal, window):
     n_keys, n_kv_head = k.shape[1:3]
     windowed = 0 <= window < n_keys - 1  # a wider one hides nothing
     return dict(
-        n_queries=n_queries,
-        n_keys=n_keys,
-        window=window if windowed else n_keys,
-        bucket=triton.next_power_of_2(n_keys),
-        GROUP=n_head // n_kv_head,
-        CAUSAL=causal,
-        WINDOWED=windowed,
-        HEAD_DIM=head_dim,
-        BLOCK_D=_block_d(head_dim),
-        q_b=q.stride(0),
-        q_t=q.stride(1),
-        q_h=q.stride(2),
-        k_b=k.stride(0),
-        k_t=k.stride(1),
-        k_h=k.stride(2),
-        v_b=v.stride(0),
-        v_t=v.stride(1),
-        v_h=v.stride(2),
-    )
+        n_queries=n_queries, n_keys=n_keys, window=window if windowed else n_keys, bucket=triton.next_power_of_2(n_keys),
+        GROUP=n_head // n_kv_head, CAUSAL=causal, WINDOWED=windowed, HEAD_DIM=head_dim, BLOCK_D=_block_d(head_dim),
+        q_b=q.stride(0), q_t=q.stride(1), q_h=q.stride(2), k_b=k.stride(0), k_t=k.stride(1), k_h=k.stride(2),
+        v_b=v.stride(0), v_t=v.stride(1), v_h=v.stride(2))
 
 
 @custom_op(add_op_namespace_prefix("flash_attention"), mutates_args=())
@@ -907,8 +458,7 @@ def _flash_attention(
         return o, lse
     with torch.cuda.device_of(q):
         _candidates(_forward, q)[lambda meta: (triton.cdiv(n_queries, meta["BLOCK_M"]) * B * n_head,)](
-            q, k, v, o, lse, n_head=n_head, scale=scale * LOG2E, **_shared_arguments(q, k, v, causal, window)
-        )
+            q, k, v, o, lse, n_head=n_head, scale=scale * LOG2E, **_shared_arguments(q, k, v, causal, window))
     return o, lse
 
 
@@ -921,18 +471,8 @@ def _(q, k, v, causal, window, scale):
 
 @custom_op(add_op_namespace_prefix("flash_attention_backward"), mutates_args=())
 def _flash_attention_backward(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-    window: int,
-    scale: float,
-    needs_dq: bool,
-    needs_dk: bool,
-    needs_dv: bool,
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+    causal: bool, window: int, scale: float, needs_dq: bool, needs_dk: bool, needs_dv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k, v; one that is not needed is an empty tensor."""
     do, q, k, v = map(_rows_contiguous, (do, q, k, v))
@@ -940,8 +480,7 @@ def _flash_attention_backward(
     n_keys, n_kv_head = k.shape[1:3]
     dq, dk, dv = (
         torch.empty_like(x, memory_format=torch.contiguous_format) if needed else x.new_empty(0)
-        for x, needed in ((q, needs_dq), (k, needs_dk), (v, needs_dv))
-    )
+        for x, needed in ((q, needs_dq), (k, needs_dk), (v, needs_dv)))
     if o.numel() == 0:
         return dq, dk.zero_(), dv.zero_()
     n_padded = triton.cdiv(n_queries, PADDED_TO) * PADDED_TO
@@ -950,34 +489,18 @@ def _flash_attention_backward(
     shared.update(n_padded=n_padded, do_b=do.stride(0), do_t=do.stride(1), do_h=do.stride(2), scale=scale, scale_log2=scale * LOG2E)
     with torch.cuda.device_of(q):
         _delta_kernel[(n_padded // DELTA_ROWS * B * n_head,)](
-            o,
-            do,
-            lse,
-            rows,
-            n_queries,
-            n_padded,
-            n_head,
-            B * n_head,
-            do.stride(0),
-            do.stride(1),
-            do.stride(2),
-            HEAD_DIM=head_dim,
-            BLOCK_D=_block_d(head_dim),
-            BLOCK_M=DELTA_ROWS,
-            num_warps=4,
-        )
+            o, do, lse, rows, n_queries, n_padded, n_head, B * n_head, do.stride(0), do.stride(1), do.stride(2),
+            HEAD_DIM=head_dim, BLOCK_D=_block_d(head_dim), BLOCK_M=DELTA_ROWS, num_warps=4)
         passes = [(needs_dk, needs_dv)]
         if _block_d(head_dim) > FUSE_DKDV_TO[BACKEND]:
             passes = [(False, needs_dv), (needs_dk, False)]
         for needs_dk, needs_dv in passes:
             if needs_dk or needs_dv:
                 _candidates(_dkdv, q)[lambda meta: (triton.cdiv(n_keys, meta["BLOCK_N"]) * B * n_kv_head,)](
-                    q, k, v, do, rows[0], rows[1], dk, dv, n_kv_head=n_kv_head, DK=needs_dk, DV=needs_dv, **shared
-                )
+                    q, k, v, do, rows[0], rows[1], dk, dv, n_kv_head=n_kv_head, DK=needs_dk, DV=needs_dv, **shared)
         if needs_dq:
             _candidates(_dq, q)[lambda meta: (triton.cdiv(n_queries, meta["BLOCK_M"]) * B * n_head,)](
-                q, k, v, do, rows[0], rows[1], dq, n_head=n_head, **shared
-            )
+                q, k, v, do, rows[0], rows[1], dq, n_head=n_head, **shared)
     return dq, dk, dv
 
 
@@ -985,8 +508,7 @@ def _flash_attention_backward(
 def _(do, q, k, v, o, lse, causal, window, scale, needs_dq, needs_dk, needs_dv):
     return tuple(
         torch.empty_like(x, memory_format=torch.contiguous_format) if needed else x.new_empty(0)
-        for x, needed in ((q, needs_dq), (k, needs_dk), (v, needs_dv))
-    )
+        for x, needed in ((q, needs_dq), (k, needs_dk), (v, needs_dv)))
 
 
 def _setup_context(ctx, inputs, output):
@@ -1023,8 +545,7 @@ def _check(q, k, v, causal, window, scale):
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"flash_attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: k and v must have one shape, "
-            "and q their batch size and head_dim"
-        )
+            "and q their batch size and head_dim")
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(f"flash_attention: {q.shape[2]} query heads over {k.shape[2]} KV heads; n_head must be a multiple of n_kv_head")
     if q.shape[3] % 8 or not 16 <= q.shape[3] <= 256:
@@ -1083,34 +604,15 @@ def gfx1151_cases():
 
     def case(name, kernel, shape, constexprs, options, kind, default):
         signature = {
-            n: "constexpr"
-            if n in constexprs
-            else "*bf16"
-            if n in _POINTERS
-            else "*fp32"
-            if n in ("lse", "delta", "rows")
-            else "fp32"
-            if n.startswith("scale")
-            else "i32"
-            for n in kernel.arg_names
-        }
-        return dict(
-            name=name,
-            kernel=kernel,
-            signature=signature,
-            constexprs=constexprs,
-            options=options,
-            kind=kind,
-            shape=shape,
-            default=default,
-            multiples_of_16=tuple(n for n in kernel.arg_names if n.endswith(_STRIDES)),
-        )
+            n: "constexpr" if n in constexprs else "*bf16" if n in _POINTERS else "*fp32" if n in ("lse", "delta", "rows")
+            else "fp32" if n.startswith("scale") else "i32" for n in kernel.arg_names}
+        return dict(name=name, kernel=kernel, signature=signature, constexprs=constexprs, options=options, kind=kind, shape=shape,
+                    default=default, multiples_of_16=tuple(n for n in kernel.arg_names if n.endswith(_STRIDES)))
 
     for head_dim in (128, 64):
         fused = head_dim <= FUSE_DKDV_TO["hip"]
         passes = [("forward", _forward_kernel, FORWARD_CONFIGS, {}), ("dq", _dq_kernel, DQ_CONFIGS, {})] + [
-            (name, _dkdv_kernel, DKDV_CONFIGS, dict(DK="dk" in name, DV="dv" in name)) for name in (["dkdv"] if fused else ["dv", "dk"])
-        ]
+            (name, _dkdv_kernel, DKDV_CONFIGS, dict(DK="dk" in name, DV="dv" in name)) for name in (["dkdv"] if fused else ["dv", "dk"])]
         for (name, kernel, table, flags), (group, windowed) in itertools.product(passes, ((1, False), (1, True), (4, False))):
             shape = f"head_dim {head_dim}, " + ("window" if windowed else "causal") + (", groups of 4" if group > 1 else "")
             for i, config in enumerate(table[head_dim]["hip"]):

@@ -293,37 +293,13 @@ def gfx1151_cases():
             p, u = "*bf16", "constexpr" if activation == "relu_squared" else "*bf16"
             sizes = {"ACTIVATION": "constexpr", "BLOCK": "constexpr"}
             strides = ("stride_dy", "stride_g", "stride_u", "stride_dg", "stride_du")
-            common = {
-                "options": {"num_warps": num_warps, "num_stages": 1},
-                "kind": "memory",
-                "shape": f"{shape} bf16",
-                "default": True,
-                "multiples_of_16": ("n_cols", *strides),
-            }
+            common = {"options": {"num_warps": num_warps, "num_stages": 1}, "kind": "memory", "shape": f"{shape} bf16", "default": True,
+                      "multiples_of_16": ("n_cols", *strides)}
             values = {"ACTIVATION": activation, "BLOCK": BLOCK}
             absent = {"U": None} if u == "constexpr" else {}
-            yield {
-                "name": activation,
-                "kernel": gated_kernel,
-                "constexprs": {**absent, **values},
-                **common,
-                "signature": {"G": p, "U": u, "Y": p, "n_cols": "i32", "n_blocks": "i32", "stride_g": "i32", "stride_u": "i32", **sizes},
-            }
+            yield {"name": activation, "kernel": gated_kernel, "constexprs": {**absent, **values}, **common,
+                   "signature": {"G": p, "U": u, "Y": p, "n_cols": "i32", "n_blocks": "i32", "stride_g": "i32", "stride_u": "i32", **sizes}}
             absent = {"U": None, "DU": None} if absent else {}
-            yield {
-                "name": activation + "_backward",
-                "kernel": gated_backward_kernel,
-                "constexprs": {**absent, **values},
-                **common,
-                "signature": {
-                    "DY": p,
-                    "G": p,
-                    "U": u,
-                    "DG": p,
-                    "DU": u,
-                    "n_cols": "i32",
-                    "n_blocks": "i32",
-                    **dict.fromkeys(strides, "i32"),
-                    **sizes,
-                },
-            }
+            yield {"name": activation + "_backward", "kernel": gated_backward_kernel, "constexprs": {**absent, **values}, **common,
+                   "signature": {"DY": p, "G": p, "U": u, "DG": p, "DU": u, "n_cols": "i32", "n_blocks": "i32",
+                                 **dict.fromkeys(strides, "i32"), **sizes}}

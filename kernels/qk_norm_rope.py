@@ -42,9 +42,8 @@ def _rotate(x1, x2, cos, sin):
 
 
 @triton.jit
-def _forward(
-    X, Y, COS, SIN, pid, T, stride_b, stride_t, stride_h, eps, H: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _forward(X, Y, COS, SIN, pid, T, stride_b, stride_t, stride_h, eps,
+             H: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     b, t0, first, t, h, col, mask = _place(pid, T, H, HALF, ROWS, BLOCK)
     X += b * stride_b + t0 * stride_t
     at = t * stride_t + h * stride_h + col
@@ -61,26 +60,8 @@ def _forward(
 
 
 @triton.jit
-def _backward(
-    DY,
-    X,
-    DX,
-    COS,
-    SIN,
-    pid,
-    T,
-    stride_dy_b,
-    stride_dy_t,
-    stride_dy_h,
-    stride_b,
-    stride_t,
-    stride_h,
-    eps,
-    H: tl.constexpr,
-    HALF: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _backward(DY, X, DX, COS, SIN, pid, T, stride_dy_b, stride_dy_t, stride_dy_h, stride_b, stride_t, stride_h, eps,
+              H: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     b, t0, first, t, h, col, mask = _place(pid, T, H, HALF, ROWS, BLOCK)
     X += b * stride_b + t0 * stride_t
     DY += b * stride_dy_b + t0 * stride_dy_t
@@ -104,26 +85,8 @@ def _backward(
 
 @triton.jit
 def qk_norm_rope_kernel(
-    Q,
-    K,
-    OUT_Q,
-    OUT_K,
-    COS,
-    SIN,
-    T,
-    q_programs,
-    stride_q_b,
-    stride_q_t,
-    stride_q_h,
-    stride_k_b,
-    stride_k_t,
-    stride_k_h,
-    eps,
-    N_HEAD: tl.constexpr,
-    N_KV_HEAD: tl.constexpr,
-    HALF: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    Q, K, OUT_Q, OUT_K, COS, SIN, T, q_programs, stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h, eps,
+    N_HEAD: tl.constexpr, N_KV_HEAD: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     pid = tl.program_id(0)
     if pid < q_programs:
@@ -134,78 +97,17 @@ def qk_norm_rope_kernel(
 
 @triton.jit
 def qk_norm_rope_backward_kernel(
-    DY_Q,
-    DY_K,
-    Q,
-    K,
-    DQ,
-    DK,
-    COS,
-    SIN,
-    T,
-    q_programs,
-    stride_dq_b,
-    stride_dq_t,
-    stride_dq_h,
-    stride_dk_b,
-    stride_dk_t,
-    stride_dk_h,
-    stride_q_b,
-    stride_q_t,
-    stride_q_h,
-    stride_k_b,
-    stride_k_t,
-    stride_k_h,
-    eps,
-    N_HEAD: tl.constexpr,
-    N_KV_HEAD: tl.constexpr,
-    HALF: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    DY_Q, DY_K, Q, K, DQ, DK, COS, SIN, T, q_programs, stride_dq_b, stride_dq_t, stride_dq_h, stride_dk_b, stride_dk_t, stride_dk_h,
+    stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h, eps,
+    N_HEAD: tl.constexpr, N_KV_HEAD: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     pid = tl.program_id(0)
     if pid < q_programs:
-        _backward(
-            DY_Q,
-            Q,
-            DQ,
-            COS,
-            SIN,
-            pid,
-            T,
-            stride_dq_b,
-            stride_dq_t,
-            stride_dq_h,
-            stride_q_b,
-            stride_q_t,
-            stride_q_h,
-            eps,
-            N_HEAD,
-            HALF,
-            ROWS,
-            BLOCK,
-        )
+        _backward(DY_Q, Q, DQ, COS, SIN, pid, T, stride_dq_b, stride_dq_t, stride_dq_h, stride_q_b, stride_q_t, stride_q_h, eps,
+                  N_HEAD, HALF, ROWS, BLOCK)
     else:
-        _backward(
-            DY_K,
-            K,
-            DK,
-            COS,
-            SIN,
-            pid - q_programs,
-            T,
-            stride_dk_b,
-            stride_dk_t,
-            stride_dk_h,
-            stride_k_b,
-            stride_k_t,
-            stride_k_h,
-            eps,
-            N_KV_HEAD,
-            HALF,
-            ROWS,
-            BLOCK,
-        )
+        _backward(DY_K, K, DK, COS, SIN, pid - q_programs, T, stride_dk_b, stride_dk_t, stride_dk_h, stride_k_b, stride_k_t, stride_k_h,
+                  eps, N_KV_HEAD, HALF, ROWS, BLOCK)
 
 
 def tile(head_dim):
@@ -235,24 +137,8 @@ def qk_norm_rope_op(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, eps: float) 
     if q_programs + k_programs:
         with torch.cuda.device_of(q):
             qk_norm_rope_kernel[(q_programs + k_programs,)](
-                q,
-                k,
-                out_q,
-                out_k,
-                cos,
-                sin,
-                T,
-                q_programs,
-                *q.stride()[:3],
-                *k.stride()[:3],
-                eps,
-                n_head,
-                n_kv_head,
-                head_dim // 2,
-                ROWS,
-                BLOCK,
-                num_warps=num_warps,
-                num_stages=1,
+                q, k, out_q, out_k, cos, sin, T, q_programs, *q.stride()[:3], *k.stride()[:3], eps,
+                n_head, n_kv_head, head_dim // 2, ROWS, BLOCK, num_warps=num_warps, num_stages=1,
             )
     return out_q, out_k
 
@@ -276,28 +162,9 @@ def qk_norm_rope_backward_op(
     if q_programs + k_programs:
         with torch.cuda.device_of(q):
             qk_norm_rope_backward_kernel[(q_programs + k_programs,)](
-                dy_q,
-                dy_k,
-                q,
-                k,
-                dq,
-                dk,
-                cos,
-                sin,
-                T,
-                q_programs,
-                *dy_q.stride()[:3],
-                *dy_k.stride()[:3],
-                *q.stride()[:3],
-                *k.stride()[:3],
-                eps,
-                n_head,
-                n_kv_head,
-                head_dim // 2,
-                ROWS,
-                BLOCK,
-                num_warps=num_warps,
-                num_stages=1,
+                dy_q, dy_k, q, k, dq, dk, cos, sin, T, q_programs,
+                *dy_q.stride()[:3], *dy_k.stride()[:3], *q.stride()[:3], *k.stride()[:3], eps,
+                n_head, n_kv_head, head_dim // 2, ROWS, BLOCK, num_warps=num_warps, num_stages=1,
             )
     return dq, dk
 
@@ -335,16 +202,14 @@ def qk_norm_rope(q, k, cos, sin, eps=None):
     require_device("qk_norm_rope", q, k, cos, sin)
     if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3] or q.dtype != k.dtype:
         raise ValueError(
-            f"qk_norm_rope: q {q.dtype} {tuple(q.shape)}, k {k.dtype} {tuple(k.shape)}; need (B, T, heads, head_dim), one dtype"
-        )
+            f"qk_norm_rope: q {q.dtype} {tuple(q.shape)}, k {k.dtype} {tuple(k.shape)}; need (B, T, heads, head_dim), one dtype")
     T, head_dim = q.shape[1], q.shape[3]
     if head_dim % 2 or not 2 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"qk_norm_rope: head_dim {head_dim}; need an even one, 2 to {MAX_HEAD_DIM}")
     for name, table in (("cos", cos), ("sin", sin)):
         if table.shape not in ((T, head_dim // 2), (1, T, 1, head_dim // 2)):
             raise ValueError(
-                f"qk_norm_rope: {name} of shape {tuple(table.shape)}; need ({T}, {head_dim // 2}) or (1, {T}, 1, {head_dim // 2})"
-            )
+                f"qk_norm_rope: {name} of shape {tuple(table.shape)}; need ({T}, {head_dim // 2}) or (1, {T}, 1, {head_dim // 2})")
         if table.requires_grad:
             raise ValueError(f"qk_norm_rope: {name} requires a gradient, which is not computed; detach it")
     return qk_norm_rope_op(q, k, cos.contiguous(), sin.contiguous(), EPS if eps is None else float(eps))
@@ -370,36 +235,12 @@ def gfx1151_cases():
         dq, dk = (tuple(f"stride_d{x}_{d}" for d in "bth") for x in "qk")
         p = "*bf16"
         values = {"N_HEAD": n_head, "N_KV_HEAD": n_kv_head, "HALF": head_dim // 2, "ROWS": ROWS, "BLOCK": BLOCK}
-        common = {
-            "constexprs": values,
-            "options": {"num_warps": num_warps, "num_stages": 1},
-            "kind": "memory",
-            "default": True,
-            "shape": f"{n_head}/{n_kv_head} heads of {head_dim} bf16",
-            "multiples_of_16": ("T", *q, *k, *dq, *dk),
-        }
+        common = {"constexprs": values, "options": {"num_warps": num_warps, "num_stages": 1}, "kind": "memory", "default": True,
+                  "shape": f"{n_head}/{n_kv_head} heads of {head_dim} bf16", "multiples_of_16": ("T", *q, *k, *dq, *dk)}
         last = {"eps": "fp32", **dict.fromkeys(values, "constexpr")}
-        yield {
-            "name": "qk_norm_rope",
-            "kernel": qk_norm_rope_kernel,
-            **common,
-            "signature": {
-                **dict.fromkeys(("Q", "K", "OUT_Q", "OUT_K", "COS", "SIN"), p),
-                "T": "i32",
-                "q_programs": "i32",
-                **dict.fromkeys(q + k, "i32"),
-                **last,
-            },
-        }
-        yield {
-            "name": "qk_norm_rope_backward",
-            "kernel": qk_norm_rope_backward_kernel,
-            **common,
-            "signature": {
-                **dict.fromkeys(("DY_Q", "DY_K", "Q", "K", "DQ", "DK", "COS", "SIN"), p),
-                "T": "i32",
-                "q_programs": "i32",
-                **dict.fromkeys(dq + dk + q + k, "i32"),
-                **last,
-            },
-        }
+        yield {"name": "qk_norm_rope", "kernel": qk_norm_rope_kernel, **common, "signature": {
+            **dict.fromkeys(("Q", "K", "OUT_Q", "OUT_K", "COS", "SIN"), p), "T": "i32", "q_programs": "i32",
+            **dict.fromkeys(q + k, "i32"), **last}}
+        yield {"name": "qk_norm_rope_backward", "kernel": qk_norm_rope_backward_kernel, **common, "signature": {
+            **dict.fromkeys(("DY_Q", "DY_K", "Q", "K", "DQ", "DK", "COS", "SIN"), p), "T": "i32", "q_programs": "i32",
+            **dict.fromkeys(dq + dk + q + k, "i32"), **last}}

@@ -47,24 +47,8 @@ def residual_mix_norm_kernel(
 
 @triton.jit
 def residual_mix_norm_backward_kernel(
-    DMIXED,
-    DY,
-    X,
-    X0,
-    RESID,
-    EMBED,
-    DX,
-    DX0,
-    SUMS,
-    n_rows,
-    stride_dmixed,
-    stride_dy,
-    stride_x,
-    stride_x0,
-    eps,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    DMIXED, DY, X, X0, RESID, EMBED, DX, DX0, SUMS, n_rows, stride_dmixed, stride_dy, stride_x, stride_x0, eps,
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """SUMS: (programs, 2), the lambdas' partial sums."""
     first = tl.program_id(0).to(tl.int64) * ROWS
@@ -103,21 +87,8 @@ def residual_mix_norm_op(x: Tensor, x0: Tensor, resid_lambda: Tensor, x0_lambda:
     if x.shape[0]:
         with torch.cuda.device_of(x):
             residual_mix_norm_kernel[(triton.cdiv(x.shape[0], ROWS),)](
-                x,
-                x0,
-                resid_lambda,
-                x0_lambda,
-                mixed,
-                y,
-                x.shape[0],
-                x.stride(0),
-                x0.stride(0),
-                eps,
-                N,
-                ROWS,
-                BLOCK,
-                num_warps=num_warps,
-                num_stages=1,
+                x, x0, resid_lambda, x0_lambda, mixed, y, x.shape[0], x.stride(0), x0.stride(0), eps, N, ROWS, BLOCK,
+                num_warps=num_warps, num_stages=1,
             )
     return mixed, y
 
@@ -129,16 +100,8 @@ def _(x, x0, resid_lambda, x0_lambda, eps):
 
 @torch.library.custom_op(add_op_namespace_prefix("residual_mix_norm_backward"), mutates_args=())
 def residual_mix_norm_backward_op(
-    dmixed: Tensor | None,
-    dy: Tensor | None,
-    x: Tensor,
-    x0: Tensor,
-    resid_lambda: Tensor,
-    x0_lambda: Tensor,
-    eps: float,
-    need_dx: bool,
-    need_dx0: bool,
-    need_dlambdas: bool,
+    dmixed: Tensor | None, dy: Tensor | None, x: Tensor, x0: Tensor, resid_lambda: Tensor, x0_lambda: Tensor, eps: float,
+    need_dx: bool, need_dx0: bool, need_dlambdas: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dx0, and both lambdas' gradients as one (2,) float32 tensor; what is not needed comes back empty."""
     dx, dx0 = _empty(x) if need_dx else None, _empty(x0) if need_dx0 else None
@@ -152,23 +115,8 @@ def residual_mix_norm_backward_op(
         strides = [0 if t is None else t.stride(0) for t in (dmixed, dy, x, x0)]
         with torch.cuda.device_of(x):
             residual_mix_norm_backward_kernel[(programs,)](
-                dmixed,
-                dy,
-                x,
-                x0,
-                resid_lambda,
-                x0_lambda,
-                dx,
-                dx0,
-                sums,
-                x.shape[0],
-                *strides,
-                eps,
-                N,
-                ROWS,
-                BLOCK,
-                num_warps=num_warps,
-                num_stages=1,
+                dmixed, dy, x, x0, resid_lambda, x0_lambda, dx, dx0, sums, x.shape[0], *strides, eps, N, ROWS, BLOCK,
+                num_warps=num_warps, num_stages=1,
             )
     dlambdas = sums.sum(0) if need_dlambdas else None
     return tuple(x.new_empty(0) if d is None else d for d in (dx, dx0, dlambdas))
@@ -217,8 +165,7 @@ def residual_mix_norm(x, x0, resid_lambda, x0_lambda, eps=EPS):
     require_device("residual_mix_norm", x, x0, resid_lambda, x0_lambda)
     if x.shape != x0.shape or x.dtype != x0.dtype:
         raise ValueError(
-            f"residual_mix_norm: x {x.dtype} {tuple(x.shape)} and x0 {x0.dtype} {tuple(x0.shape)} must have one shape and dtype"
-        )
+            f"residual_mix_norm: x {x.dtype} {tuple(x.shape)} and x0 {x0.dtype} {tuple(x0.shape)} must have one shape and dtype")
     if x.ndim == 0 or not 1 <= x.shape[-1] <= MAX_TILE_WIDTH:
         raise ValueError(f"residual_mix_norm: x of shape {tuple(x.shape)}; the last dimension must be 1 to {MAX_TILE_WIDTH}")
     if resid_lambda.ndim or x0_lambda.ndim:
@@ -236,38 +183,11 @@ def gfx1151_cases():
     for width in (512, 768, 2048, 8192):
         ROWS, BLOCK, num_warps = tile(width)
         p, f, size = "*bf16", "*fp32", {"N": width, "ROWS": ROWS, "BLOCK": BLOCK}
-        common = {
-            "constexprs": size,
-            "options": {"num_warps": num_warps, "num_stages": 1},
-            "kind": "memory",
-            "default": True,
-            "shape": f"(rows, {width}) bf16",
-            "multiples_of_16": ("stride_x", "stride_x0", "stride_dmixed", "stride_dy"),
-        }
+        common = {"constexprs": size, "options": {"num_warps": num_warps, "num_stages": 1}, "kind": "memory", "default": True,
+                  "shape": f"(rows, {width}) bf16", "multiples_of_16": ("stride_x", "stride_x0", "stride_dmixed", "stride_dy")}
         last = {"stride_x": "i32", "stride_x0": "i32", "eps": "fp32", **dict.fromkeys(size, "constexpr")}
-        yield {
-            "name": "residual_mix_norm",
-            "kernel": residual_mix_norm_kernel,
-            **common,
-            "signature": {"X": p, "X0": p, "RESID": f, "EMBED": f, "MIXED": p, "Y": p, "n_rows": "i32", **last},
-        }
-        yield {
-            "name": "residual_mix_norm_backward",
-            "kernel": residual_mix_norm_backward_kernel,
-            **common,
-            "signature": {
-                "DMIXED": p,
-                "DY": p,
-                "X": p,
-                "X0": p,
-                "RESID": f,
-                "EMBED": f,
-                "DX": p,
-                "DX0": p,
-                "SUMS": f,
-                "n_rows": "i32",
-                "stride_dmixed": "i32",
-                "stride_dy": "i32",
-                **last,
-            },
-        }
+        yield {"name": "residual_mix_norm", "kernel": residual_mix_norm_kernel, **common, "signature": {
+            "X": p, "X0": p, "RESID": f, "EMBED": f, "MIXED": p, "Y": p, "n_rows": "i32", **last}}
+        yield {"name": "residual_mix_norm_backward", "kernel": residual_mix_norm_backward_kernel, **common, "signature": {
+            "DMIXED": p, "DY": p, "X": p, "X0": p, "RESID": f, "EMBED": f, "DX": p, "DX0": p, "SUMS": f, "n_rows": "i32",
+            "stride_dmixed": "i32", "stride_dy": "i32", **last}}

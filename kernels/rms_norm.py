@@ -75,22 +75,8 @@ def rms_norm_wide_kernel(X, R, W, S, Y, stride_x, stride_r, eps, N: tl.constexpr
 
 @triton.jit
 def rms_norm_backward_kernel(
-    DY,
-    DS,
-    X,
-    W,
-    DX,
-    DW,
-    n_rows,
-    n_tiles,
-    n_programs,
-    stride_dy,
-    stride_ds,
-    stride_x,
-    eps,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    DY, DS, X, W, DX, DW, n_rows, n_tiles, n_programs, stride_dy, stride_ds, stride_x, eps,
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Tiles pid, pid + n_programs, … ; DW is (n_programs, N) partial sums, or None: then there are as many programs as tiles."""
     row = tl.arange(0, ROWS)[:, None]
@@ -117,7 +103,9 @@ def rms_norm_backward_kernel(
 
 
 @triton.jit
-def rms_norm_backward_wide_kernel(DY, DS, X, W, DX, RSTD, stride_dy, stride_ds, stride_x, eps, N: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_backward_wide_kernel(
+    DY, DS, X, W, DX, RSTD, stride_dy, stride_ds, stride_x, eps, N: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     X += row * stride_x
     DY += row * stride_dy
@@ -249,23 +237,8 @@ def rms_norm_backward_op(
             if N <= MAX_TILE_WIDTH:
                 n_programs = parts or n_tiles
                 rms_norm_backward_kernel[(n_programs,)](
-                    dy,
-                    ds,
-                    x,
-                    weight,
-                    dx,
-                    partial,
-                    n_rows,
-                    n_tiles,
-                    n_programs,
-                    dy.stride(0),
-                    stride_ds,
-                    x.stride(0),
-                    eps,
-                    N,
-                    ROWS,
-                    BLOCK,
-                    **options,
+                    dy, ds, x, weight, dx, partial, n_rows, n_tiles, n_programs, dy.stride(0), stride_ds, x.stride(0), eps,
+                    N, ROWS, BLOCK, **options,
                 )
             else:
                 rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device) if need_dweight else None
@@ -374,16 +347,8 @@ def add_rms_norm_ref(x, residual, weight=None, eps=1e-6):
 def gfx1151_cases():
     """What benchmarks/gfx1151_report.py compiles: train.py's width 512 without weight, and the widths of the README with one."""
     ints = {"stride_x": "i32", "eps": "fp32"}
-    for width, dtype in [
-        (128, "bf16"),
-        (512, "bf16"),
-        (2048, "bf16"),
-        (4096, "bf16"),
-        (5120, "bf16"),
-        (8192, "bf16"),
-        (8192, "fp32"),
-        (16384, "bf16"),
-    ]:
+    for width, dtype in [(128, "bf16"), (512, "bf16"), (2048, "bf16"), (4096, "bf16"), (5120, "bf16"), (8192, "bf16"), (8192, "fp32"),
+                         (16384, "bf16")]:
         ROWS, BLOCK, num_warps = tile(width)
         wide = width > MAX_TILE_WIDTH
         for weighted in (False, True):
@@ -392,71 +357,25 @@ def gfx1151_cases():
                 w, extra = (p if weighted else "constexpr"), (p if added else "constexpr")
                 shape = f"(rows, {width}) {dtype}" + (", weight" if weighted else "")
                 size = {"N": width, "BLOCK": BLOCK} if wide else {"N": width, "ROWS": ROWS, "BLOCK": BLOCK}
-                common = {
-                    "options": {"num_warps": num_warps, "num_stages": 1},
-                    "kind": "memory",
-                    "shape": shape,
-                    "default": True,
-                    "multiples_of_16": ("stride_x", "stride_r", "stride_dy", "stride_ds"),
-                }
-                signature = {
-                    "X": p,
-                    "R": extra,
-                    "W": w,
-                    "S": extra,
-                    "Y": p,
-                    **({} if wide else {"n_rows": "i32"}),
-                    "stride_x": "i32",
-                    "stride_r": "i32",
-                    "eps": "fp32",
-                    **dict.fromkeys(size, "constexpr"),
-                }
+                common = {"options": {"num_warps": num_warps, "num_stages": 1}, "kind": "memory", "shape": shape, "default": True,
+                          "multiples_of_16": ("stride_x", "stride_r", "stride_dy", "stride_ds")}
+                signature = {"X": p, "R": extra, "W": w, "S": extra, "Y": p, **({} if wide else {"n_rows": "i32"}), "stride_x": "i32",
+                             "stride_r": "i32", "eps": "fp32", **dict.fromkeys(size, "constexpr")}
                 absent = {**({} if weighted else {"W": None}), **({} if added else {"R": None, "S": None})}
-                yield {
-                    "name": "add_rms_norm" if added else "rms_norm",
-                    "kernel": rms_norm_wide_kernel if wide else rms_norm_kernel,
-                    "signature": signature,
-                    "constexprs": {**absent, **size},
-                    **common,
-                }
+                yield {"name": "add_rms_norm" if added else "rms_norm", "kernel": rms_norm_wide_kernel if wide else rms_norm_kernel,
+                       "signature": signature, "constexprs": {**absent, **size}, **common}
                 ROWS, BLOCK, num_warps = tile(width, 1024 if weighted else 2048)
                 size, common = (
-                    {**size, **({} if wide else {"ROWS": ROWS})},
-                    {**common, "options": {"num_warps": num_warps, "num_stages": 1}},
-                )
+                    {**size, **({} if wide else {"ROWS": ROWS})}, {**common, "options": {"num_warps": num_warps, "num_stages": 1}})
                 partial = "*fp32" if weighted else "constexpr"
                 last = {"RSTD": partial} if wide else {"DW": partial, "n_rows": "i32", "n_tiles": "i32", "n_programs": "i32"}
-                signature = {
-                    "DY": p,
-                    "DS": extra,
-                    "X": p,
-                    "W": w,
-                    "DX": p,
-                    **last,
-                    "stride_dy": "i32",
-                    "stride_ds": "i32",
-                    **ints,
-                    **dict.fromkeys(size, "constexpr"),
-                }
+                signature = {"DY": p, "DS": extra, "X": p, "W": w, "DX": p, **last, "stride_dy": "i32", "stride_ds": "i32",
+                             **ints, **dict.fromkeys(size, "constexpr")}
                 absent = {**({} if weighted else {"W": None, "RSTD" if wide else "DW": None}), **({} if added else {"DS": None})}
-                yield {
-                    "name": ("add_rms_norm" if added else "rms_norm") + "_backward",
-                    "kernel": rms_norm_backward_wide_kernel if wide else rms_norm_backward_kernel,
-                    "signature": signature,
-                    "constexprs": {**absent, **size},
-                    **common,
-                }
+                yield {"name": ("add_rms_norm" if added else "rms_norm") + "_backward",
+                       "kernel": rms_norm_backward_wide_kernel if wide else rms_norm_backward_kernel,
+                       "signature": signature, "constexprs": {**absent, **size}, **common}
         if wide:
-            signature = {
-                "DY": p,
-                "X": p,
-                "RSTD": "*fp32",
-                "DW": "*fp32",
-                "n_rows": "i32",
-                "rows_each": "i32",
-                "stride_dy": "i32",
-                "stride_x": "i32",
-                "N": "constexpr",
-                "BLOCK": "constexpr",
-            }
+            signature = {"DY": p, "X": p, "RSTD": "*fp32", "DW": "*fp32", "n_rows": "i32", "rows_each": "i32", "stride_dy": "i32",
+                         "stride_x": "i32", "N": "constexpr", "BLOCK": "constexpr"}
             yield {"name": "rms_norm_dweight", "kernel": rms_norm_dweight_wide_kernel, "signature": signature, "constexprs": size, **common}
