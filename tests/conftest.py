@@ -22,6 +22,7 @@ for name in (
     os.environ.pop(name, None)
 sys.path[:0] = [str(PROJECT), str(Path(__file__).parent)]
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
@@ -56,6 +57,18 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if item.get_closest_marker("emulator") and not os.environ.get("TINYGRAD_PATH"):
             item.add_marker(pytest.mark.skip(reason="needs TINYGRAD_PATH, a clone of tinygrad"))
+
+
+# CI repeats the same examples, so that a failure there is of the change; elsewhere every run draws new ones.
+hypothesis.settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """Every test draws the same numbers, whatever ran before it."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture
