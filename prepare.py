@@ -1014,7 +1014,7 @@ def prepare(dataset, num_shards=10, workers=8, text_paths=None):
                 raise DataError(f"{path}: {fault}. Remove it and run prepare.py again")
         tokenizer = train_tokenizer(dataset)
         dataset = tokenize(dataset, tokenizer)
-    facts = check_dataset(dataset)
+    facts = checked_dataset(dataset)
     count = {
         split: sum(s["tokens"] for s in facts["shards"] if (s["shard"] == VAL_FILENAME) == (split == "val")) for split in ("train", "val")
     }
@@ -1062,7 +1062,7 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary files are removed
     try:
         if args.check:
-            print(f"Ready: {check_dataset()['name']}, fingerprint {fingerprint()}")
+            print(f"Ready: {checked_dataset(DATASET)['name']}, fingerprint {fingerprint()}")
             return 0
         if args.text:
             prepare_text(args.text)

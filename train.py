@@ -491,6 +491,8 @@ def load_model(path, device):
         if facts["train.py"] != machine.file_digest(__file__):
             print("WARNING: train.py has changed since this model was trained; what is evaluated is the model as it is defined now")
         return model, facts
+    except torch.OutOfMemoryError:
+        raise  # a RuntimeError too, but not the file's fault
     except (KeyError, TypeError, RuntimeError) as e:
         fail(f"--evaluate {path}: not a model of this train.py ({' '.join(str(e).split())[:120]})")
 
