@@ -32,6 +32,9 @@ def _activate(g, ACTIVATION: tl.constexpr):
         r = tl.where(g < 0.0, 0.0, g)  # keeps NaN
         a = r * r
         slope = 2.0 * r
+    elif ACTIVATION == "relu_squared_from_output":  # g is relu(x)² already
+        a = g
+        slope = 2.0 * tl.sqrt(g)
     elif ACTIVATION == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
         a = g * cdf
@@ -192,15 +195,16 @@ def _(x):
 
 
 @torch.library.custom_op(add_op_namespace_prefix("relu_squared_backward"), mutates_args=())
-def relu_squared_backward_op(dy: Tensor, x: Tensor) -> Tensor:
-    dx = _empty(x)
-    _backward(dy, x, None, dx, None, "relu_squared")
+def relu_squared_backward_op(dy: Tensor, saved: Tensor, activation: str) -> Tensor:
+    """`saved` is x ("relu_squared") or the output ("relu_squared_from_output")."""
+    dx = _empty(saved)
+    _backward(dy, saved, None, dx, None, activation)
     return dx
 
 
 @relu_squared_backward_op.register_fake
-def _(dy, x):
-    return _empty(x)
+def _(dy, saved, activation):
+    return _empty(saved)
 
 
 def _save(ctx, inputs, output):
@@ -218,7 +222,20 @@ gated_op.register_autograd(_backward_gated, setup_context=_save)
 gated_chunked_op.register_autograd(
     lambda ctx, dy: (gated_chunked_backward_op(dy, *ctx.saved_tensors, ctx.activation), None), setup_context=_save
 )
-relu_squared_op.register_autograd(lambda ctx, dy: relu_squared_backward_op(dy, *ctx.saved_tensors), setup_context=_save)
+
+
+def _save_relu_squared(ctx, inputs, output):
+    """The output, because the product that follows keeps it anyway: then x need not live on. float16 squares overflow: there x."""
+    (x,) = inputs
+    ctx.activation = "relu_squared" if x.dtype == torch.float16 else "relu_squared_from_output"
+    ctx.save_for_backward(x if x.dtype == torch.float16 else output)
+
+
+def _backward_relu_squared(ctx, dy):
+    return relu_squared_backward_op(dy, *ctx.saved_tensors, ctx.activation)
+
+
+relu_squared_op.register_autograd(_backward_relu_squared, setup_context=_save_relu_squared)
 for _op in (gated_backward_op, gated_chunked_backward_op):
     forbid_double_backward("swiglu/geglu", _op)
 forbid_double_backward("relu_squared", relu_squared_backward_op)

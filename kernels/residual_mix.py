@@ -47,24 +47,26 @@ def residual_mix_norm_kernel(
 
 @triton.jit
 def residual_mix_norm_backward_kernel(
-    DMIXED, DY, X, X0, RESID, EMBED, DX, DX0, SUMS, n_rows, stride_dmixed, stride_dy, stride_x, stride_x0, eps,
+    DMIXED, DY, X, X0, RESID, EMBED, DX, DX0, Y, SUMS, n_rows, stride_dmixed, stride_dy, stride_x, stride_x0, eps,
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """SUMS: (programs, 2), the lambdas' partial sums."""
+    """SUMS: (programs, 2), the lambdas' partial sums. Y, if it is not None, gets the norm once more."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
     mask = (row < n_rows - first) & (col < N)
     x, x0, resid, embed, mixed = _mix(X, X0, RESID, EMBED, first, stride_x, stride_x0, row, col, mask)
     d = tl.zeros((ROWS, BLOCK), tl.float32)
+    at = first * N
     if DY is not None:
         g = tl.load(DY + first * stride_dy + (row * stride_dy + col), mask, 0.0).to(tl.float32)
         m = mixed.to(tl.float32)
         rstd = tl.rsqrt(tl.sum(m * m, 1, keep_dims=True) * (1.0 / N) + eps)
         d += rstd * (g - m * (tl.sum(g * m, 1, keep_dims=True) * (1.0 / N) * rstd * rstd))
+        if Y is not None:
+            tl.store(Y + at + (row * N + col), (m * rstd).to(Y.dtype.element_ty), mask)
     if DMIXED is not None:
         d += tl.load(DMIXED + first * stride_dmixed + (row * stride_dmixed + col), mask, 0.0).to(tl.float32)
-    at = first * N
     if DX is not None:
         tl.store(DX + at + (row * N + col), (resid * d).to(DX.dtype.element_ty), mask)
     if DX0 is not None:
@@ -101,10 +103,10 @@ def _(x, x0, resid_lambda, x0_lambda, eps):
 @torch.library.custom_op(add_op_namespace_prefix("residual_mix_norm_backward"), mutates_args=())
 def residual_mix_norm_backward_op(
     dmixed: Tensor | None, dy: Tensor | None, x: Tensor, x0: Tensor, resid_lambda: Tensor, x0_lambda: Tensor, eps: float,
-    need_dx: bool, need_dx0: bool, need_dlambdas: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dx0, and both lambdas' gradients as one (2,) float32 tensor; what is not needed comes back empty."""
-    dx, dx0 = _empty(x) if need_dx else None, _empty(x0) if need_dx0 else None
+    need_dx: bool, need_dx0: bool, need_dlambdas: bool, need_y: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx, dx0, both lambdas' gradients as one (2,) float32 tensor, and the norm once more; what is not needed comes back empty."""
+    dx, dx0, y = _empty(x) if need_dx else None, _empty(x0) if need_dx0 else None, _empty(x) if need_y else None
     N = x.shape[-1]
     ROWS, BLOCK, num_warps = tile(N)
     x, x0 = as_rows(x, ROWS), as_rows(x0, ROWS)
@@ -115,17 +117,18 @@ def residual_mix_norm_backward_op(
         strides = [0 if t is None else t.stride(0) for t in (dmixed, dy, x, x0)]
         with torch.cuda.device_of(x):
             residual_mix_norm_backward_kernel[(programs,)](
-                dmixed, dy, x, x0, resid_lambda, x0_lambda, dx, dx0, sums, x.shape[0], *strides, eps, N, ROWS, BLOCK,
+                dmixed, dy, x, x0, resid_lambda, x0_lambda, dx, dx0, y, sums, x.shape[0], *strides, eps, N, ROWS, BLOCK,
                 num_warps=num_warps, num_stages=1,
             )
     dlambdas = sums.sum(0) if need_dlambdas else None
-    return tuple(x.new_empty(0) if d is None else d for d in (dx, dx0, dlambdas))
+    return tuple(x.new_empty(0) if d is None else d for d in (dx, dx0, dlambdas, y))
 
 
 @residual_mix_norm_backward_op.register_fake
-def _(dmixed, dy, x, x0, resid_lambda, x0_lambda, eps, need_dx, need_dx0, need_dlambdas):
+def _(dmixed, dy, x, x0, resid_lambda, x0_lambda, eps, need_dx, need_dx0, need_dlambdas, need_y=False):
     dlambdas = torch.empty(2, dtype=torch.float32, device=x.device) if need_dlambdas else x.new_empty(0)
-    return _empty(x) if need_dx else x.new_empty(0), _empty(x0) if need_dx0 else x.new_empty(0), dlambdas
+    dx, dx0, y = (_empty(x) if need else x.new_empty(0) for need in (need_dx, need_dx0, need_y))
+    return dx, dx0, dlambdas, y
 
 
 forbid_double_backward("residual_mix_norm", residual_mix_norm_backward_op)
@@ -140,7 +143,7 @@ def _save(ctx, inputs, output):
 def _backward_residual_mix_norm(ctx, dmixed, dy):
     x, x0, resid_lambda, x0_lambda = ctx.saved_tensors
     need_dx, need_dx0, need_resid, need_embed, _ = ctx.needs_input_grad
-    dx, dx0, dlambdas = residual_mix_norm_backward_op(
+    dx, dx0, dlambdas, _ = residual_mix_norm_backward_op(
         dmixed, dy, x, x0, resid_lambda, x0_lambda, ctx.eps, need_dx, need_dx0, need_resid or need_embed
     )
     return (

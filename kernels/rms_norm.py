@@ -75,10 +75,13 @@ def rms_norm_wide_kernel(X, R, W, S, Y, stride_x, stride_r, eps, N: tl.constexpr
 
 @triton.jit
 def rms_norm_backward_kernel(
-    DY, DS, X, W, DX, DW, n_rows, n_tiles, n_programs, stride_dy, stride_ds, stride_x, eps,
+    DY, DS, X, W, DX, Y, DW, n_rows, n_tiles, n_programs, stride_dy, stride_ds, stride_x, eps,
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Tiles pid, pid + n_programs, … ; DW is (n_programs, N) partial sums, or None: then there are as many programs as tiles."""
+    """Tiles pid, pid + n_programs, … ; DW is (n_programs, N) partial sums, or None: then there are as many programs as tiles.
+
+    Y, if it is not None, gets the norm once more, without weight: for a product's weight gradient, which then need not keep it.
+    """
     row = tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
     dw = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -89,6 +92,8 @@ def rms_norm_backward_kernel(
         g = tl.load(DY + first * stride_dy + (row * stride_dy + col), mask, 0.0).to(tl.float32)
         rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) * (1.0 / N) + eps)
         xhat = x * rstd
+        if Y is not None:
+            tl.store(Y + first * N + (row * N + col), xhat.to(Y.dtype.element_ty), mask)
         if DW is not None:
             dw += g * xhat
         if W is not None:
@@ -215,10 +220,11 @@ def _(x, residual, weight, eps):
 
 @torch.library.custom_op(add_op_namespace_prefix("rms_norm_backward"), mutates_args=())
 def rms_norm_backward_op(
-    dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor | None, eps: float, need_dx: bool, need_dweight: bool
-) -> tuple[Tensor, Tensor]:
-    """`(dx + dsum, dweight)`; what is not needed comes back empty."""
+    dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor | None, eps: float, need_dx: bool, need_dweight: bool, need_y: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(dx + dsum, dweight)`, and the norm without weight once more (N ≤ 8,192); what is not needed comes back empty."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else None
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_y else None
     dweight = None
     N = x.shape[-1]
     ROWS, BLOCK, num_warps = tile(N, 1024 if need_dweight else 2048)
@@ -237,7 +243,7 @@ def rms_norm_backward_op(
             if N <= MAX_TILE_WIDTH:
                 n_programs = parts or n_tiles
                 rms_norm_backward_kernel[(n_programs,)](
-                    dy, ds, x, weight, dx, partial, n_rows, n_tiles, n_programs, dy.stride(0), stride_ds, x.stride(0), eps,
+                    dy, ds, x, weight, dx, y, partial, n_rows, n_tiles, n_programs, dy.stride(0), stride_ds, x.stride(0), eps,
                     N, ROWS, BLOCK, **options,
                 )
             else:
@@ -253,13 +259,13 @@ def rms_norm_backward_op(
                     )
         if need_dweight:
             dweight = partial.sum(0).to(weight.dtype)
-    return x.new_empty(0) if dx is None else dx, x.new_empty(0) if dweight is None else dweight
+    return tuple(x.new_empty(0) if d is None else d for d in (dx, dweight, y))
 
 
 @rms_norm_backward_op.register_fake
-def _(dy, dsum, x, weight, eps, need_dx, need_dweight):
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else x.new_empty(0)
-    return dx, torch.empty_like(weight) if need_dweight else x.new_empty(0)
+def _(dy, dsum, x, weight, eps, need_dx, need_dweight, need_y=False):
+    dx, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) if need else x.new_empty(0) for need in (need_dx, need_y))
+    return dx, torch.empty_like(weight) if need_dweight else x.new_empty(0), y
 
 
 forbid_double_backward("rms_norm", rms_norm_backward_op)
@@ -273,7 +279,7 @@ def _save_rms_norm(ctx, inputs, output):
 def _backward_rms_norm(ctx, dy):
     x, weight = ctx.saved_tensors
     need_dx, need_dweight, _ = ctx.needs_input_grad
-    dx, dweight = rms_norm_backward_op(dy, None, x, weight, ctx.eps, need_dx, need_dweight)
+    dx, dweight, _ = rms_norm_backward_op(dy, None, x, weight, ctx.eps, need_dx, need_dweight)
     return dx if need_dx else None, dweight if need_dweight else None, None
 
 
@@ -292,7 +298,7 @@ def _backward_add_rms_norm(ctx, dsum, dy):
     need_dx, need_dresidual, need_dweight, _ = ctx.needs_input_grad
     dh, dweight = dsum, None
     if dy is not None:
-        dh, dweight = rms_norm_backward_op(dy, dsum, h, weight, ctx.eps, need_dx or need_dresidual, need_dweight)
+        dh, dweight, _ = rms_norm_backward_op(dy, dsum, h, weight, ctx.eps, need_dx or need_dresidual, need_dweight)
     dx, dresidual = (dh.to(t) if need and dh is not None else None for t, need in zip(ctx.dtypes, (need_dx, need_dresidual)))
     return dx, dresidual, dweight if need_dweight else None, None
 

@@ -1,0 +1,190 @@
+"""A residual step, RMSNorm and the product that follows, as one operation that keeps less than the three.
+
+    add_norm_linear(x, update, weight):                            h = x + update
+    residual_mix_norm_linear(x, x0, resid_lambda, x0_lambda, …):   h = resid_lambda·x + x0_lambda·x0
+    both return h and (h / sqrt(mean(h²) + eps)) · weightᵀ
+
+The product's weight gradient needs the norm once more. It is not kept: the backward's kernel reads h anyway and writes the norm beside
+its gradient, which costs no more than keeping it would have and frees it in between.
+"""
+
+import torch
+from torch import Tensor
+
+from ._common import forbid_double_backward, require_device, require_float
+from ._ops import add_op_namespace_prefix
+from .linear import compute_dtype, weight_gradient
+from .residual_mix import residual_mix_norm_backward_op, residual_mix_norm_op, residual_mix_norm_ref
+from .rms_norm import MAX_TILE_WIDTH, add_rms_norm_op, add_rms_norm_ref, rms_norm_backward_op
+
+EPS = torch.finfo(torch.float32).eps
+
+
+def _rows(x):
+    return x.reshape(-1, x.shape[-1])
+
+
+def _product(normed, weight, dtype):
+    return normed.to(dtype) @ weight.to(dtype).t()
+
+
+@torch.library.custom_op(add_op_namespace_prefix("add_norm_linear"), mutates_args=())
+def add_norm_linear_op(x: Tensor, update: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    h, normed = add_rms_norm_op(x, update, None, eps)
+    return h, _product(normed, weight, dtype)
+
+
+@add_norm_linear_op.register_fake
+def _(x, update, weight, eps, dtype):
+    h = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, update.dtype), device=x.device)
+    return h, x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
+
+
+@torch.library.custom_op(add_op_namespace_prefix("add_norm_linear_backward"), mutates_args=())
+def add_norm_linear_backward_op(
+    dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor, eps: float, need_dh: bool, need_dweight: bool
+) -> tuple[Tensor, Tensor]:
+    dnormed = (dy @ weight.to(dy.dtype)).to(h.dtype)
+    dh, _, normed = rms_norm_backward_op(dnormed, dh, h, None, eps, need_dh, False, need_dweight)
+    dweight = weight_gradient(_rows(dy), _rows(normed).to(dy.dtype), weight.dtype) if need_dweight else weight.new_empty(0)
+    return dh, dweight
+
+
+@add_norm_linear_backward_op.register_fake
+def _(dy, dh, h, weight, eps, need_dh, need_dweight):
+    dh = torch.empty(h.shape, dtype=h.dtype, device=h.device) if need_dh else h.new_empty(0)
+    return dh, torch.empty_like(weight) if need_dweight else weight.new_empty(0)
+
+
+forbid_double_backward("add_norm_linear", add_norm_linear_backward_op)
+
+
+def _save_add(ctx, inputs, output):
+    x, update, weight, ctx.eps, _ = inputs
+    ctx.dtypes = x.dtype, update.dtype
+    ctx.save_for_backward(output[0], weight)
+    ctx.set_materialize_grads(False)  # an unused output must not cost a tensor of zeros
+
+
+def _backward_add(ctx, dh, dy):
+    h, weight = ctx.saved_tensors
+    need_dx, need_dupdate, need_dweight, _, _ = ctx.needs_input_grad
+    dweight = None
+    if dy is not None:
+        dh, dweight = add_norm_linear_backward_op(dy, dh, h, weight, ctx.eps, need_dx or need_dupdate, need_dweight)
+    dx, dupdate = (dh.to(t) if need and dh is not None else None for t, need in zip(ctx.dtypes, (need_dx, need_dupdate)))
+    return dx, dupdate, dweight if need_dweight else None, None, None
+
+
+add_norm_linear_op.register_autograd(_backward_add, setup_context=_save_add)
+
+
+@torch.library.custom_op(add_op_namespace_prefix("residual_mix_norm_linear"), mutates_args=())
+def residual_mix_norm_linear_op(
+    x: Tensor, x0: Tensor, resid_lambda: Tensor, x0_lambda: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    h, normed = residual_mix_norm_op(x, x0, resid_lambda, x0_lambda, eps)
+    return h, _product(normed, weight, dtype)
+
+
+@residual_mix_norm_linear_op.register_fake
+def _(x, x0, resid_lambda, x0_lambda, weight, eps, dtype):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
+
+
+@torch.library.custom_op(add_op_namespace_prefix("residual_mix_norm_linear_backward"), mutates_args=())
+def residual_mix_norm_linear_backward_op(
+    dy: Tensor, dh: Tensor | None, x: Tensor, x0: Tensor, resid_lambda: Tensor, x0_lambda: Tensor, weight: Tensor, eps: float,
+    need_dx: bool, need_dx0: bool, need_dlambdas: bool, need_dweight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx, dx0, both lambdas' gradients as (2,), dweight; what is not needed comes back empty."""
+    dnormed = (dy @ weight.to(dy.dtype)).to(x.dtype)
+    dx, dx0, dlambdas, normed = residual_mix_norm_backward_op(
+        dh, dnormed, x, x0, resid_lambda, x0_lambda, eps, need_dx, need_dx0, need_dlambdas, need_dweight
+    )
+    dweight = weight_gradient(_rows(dy), _rows(normed).to(dy.dtype), weight.dtype) if need_dweight else weight.new_empty(0)
+    return dx, dx0, dlambdas, dweight
+
+
+@residual_mix_norm_linear_backward_op.register_fake
+def _(dy, dh, x, x0, resid_lambda, x0_lambda, weight, eps, need_dx, need_dx0, need_dlambdas, need_dweight):
+    dx, dx0 = (torch.empty(x.shape, dtype=x.dtype, device=x.device) if need else x.new_empty(0) for need in (need_dx, need_dx0))
+    dlambdas = torch.empty(2, dtype=torch.float32, device=x.device) if need_dlambdas else x.new_empty(0)
+    return dx, dx0, dlambdas, torch.empty_like(weight) if need_dweight else weight.new_empty(0)
+
+
+forbid_double_backward("residual_mix_norm_linear", residual_mix_norm_linear_backward_op)
+
+
+def _save_mix(ctx, inputs, output):
+    *tensors, ctx.eps, _ = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _backward_mix(ctx, dh, dy):
+    x, x0, resid_lambda, x0_lambda, weight = ctx.saved_tensors
+    need_dx, need_dx0, need_resid, need_embed, need_dweight, _, _ = ctx.needs_input_grad
+    asked = need_dx, need_dx0, need_resid or need_embed
+    if dy is None:
+        (dx, dx0, dlambdas, _), dweight = residual_mix_norm_backward_op(dh, None, x, x0, resid_lambda, x0_lambda, ctx.eps, *asked), None
+    else:
+        dx, dx0, dlambdas, dweight = residual_mix_norm_linear_backward_op(
+            dy, dh, x, x0, resid_lambda, x0_lambda, weight, ctx.eps, *asked, need_dweight
+        )
+    return (
+        dx if need_dx else None,
+        dx0 if need_dx0 else None,
+        dlambdas[0].to(resid_lambda.dtype) if need_resid else None,
+        dlambdas[1].to(x0_lambda.dtype) if need_embed else None,
+        dweight if need_dweight else None,
+        None,
+        None,
+    )
+
+
+residual_mix_norm_linear_op.register_autograd(_backward_mix, setup_context=_save_mix)
+
+
+def _check(name, x, other, weight, *scalars):
+    require_float(name, x, other, weight, *scalars)
+    require_device(name, x, other, weight, *scalars)
+    if x.shape != other.shape or x.ndim < 2 or not 1 <= x.shape[-1] <= MAX_TILE_WIDTH:
+        raise ValueError(f"{name}: shapes {tuple(x.shape)} and {tuple(other.shape)}; need one shape (..., N), N up to {MAX_TILE_WIDTH}")
+    if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"{name}: weight of shape {tuple(weight.shape)} for x of {tuple(x.shape)}; need (out, {x.shape[-1]})")
+
+
+def add_norm_linear(x, update, weight, eps=EPS):
+    """`h = x + update; return h, F.linear(rms_norm(h), weight)`.
+
+    x, update: (..., N), N ≤ 8,192, one shape, float32, float16 or bfloat16; weight: (out, N), of any of these dtypes, used in that of the
+    product, which is h's or autocast's. Once differentiable in all three. ValueError for anything else.
+    """
+    _check("add_norm_linear", x, update, weight)
+    dtype = compute_dtype(x if x.dtype == torch.promote_types(x.dtype, update.dtype) else update)
+    return add_norm_linear_op(x, update, weight, float(eps), dtype)
+
+
+def add_norm_linear_ref(x, update, weight, eps=EPS):
+    h, normed = add_rms_norm_ref(x, update, None, eps)
+    return h, torch.nn.functional.linear(normed, weight)
+
+
+def residual_mix_norm_linear(x, x0, resid_lambda, x0_lambda, weight, eps=EPS):
+    """`h = resid_lambda * x + x0_lambda * x0; return h, F.linear(rms_norm(h), weight)`.
+
+    Tensors as for `residual_mix_norm`, weight as for `add_norm_linear`. Once differentiable in all five. ValueError for anything else.
+    """
+    name = "residual_mix_norm_linear"
+    _check(name, x, x0, weight, resid_lambda, x0_lambda)
+    if x.dtype != x0.dtype or resid_lambda.ndim or x0_lambda.ndim:
+        raise ValueError(
+            f"{name}: x {x.dtype}, x0 {x0.dtype}, lambdas {tuple(resid_lambda.shape)}, {tuple(x0_lambda.shape)}; need one dtype and 0-D lambdas"
+        )
+    return residual_mix_norm_linear_op(x, x0, resid_lambda, x0_lambda, weight, float(eps), compute_dtype(x))
+
+
+def residual_mix_norm_linear_ref(x, x0, resid_lambda, x0_lambda, weight, eps=EPS):
+    h, normed = residual_mix_norm_ref(x, x0, resid_lambda, x0_lambda, eps)
+    return h, torch.nn.functional.linear(normed, weight)

@@ -1,0 +1,290 @@
+"""From the packed product of an attention layer to its q, k and v, in one launch each way.
+
+    q, k: rotary embedding, then RMSNorm over the head, as in qk_norm_rope.py
+    v: as it is, or v + 2σ(gate)·e, the value residual: e an embedding of the token itself, gate one number a token and KV head
+
+The packed row of a token is [q | k | v | gate …], so that one product makes all of it and one product takes all its gradients back. Only
+results are kept for the backward: q and k with the reciprocal norms of their heads, and the gates. With out = y·rstd, the gradient of y is
+rstd·(g − out·mean(g·out)), which needs nothing else, and is then rotated back. The embedding's rows are looked up in both directions,
+never gathered into a tensor of their own.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._common import forbid_double_backward, require_device, require_float
+from ._ops import add_op_namespace_prefix
+from .qk_norm_rope import EPS, MAX_HEAD_DIM, _adjacent, _place, _rotate, qk_norm_rope_ref, tile
+
+GATE_COLUMNS = 8  # the packed row's gates take a multiple of this many columns: rows stay aligned to 128 bits in bfloat16
+
+
+@triton.jit
+def _tables(COS, SIN, t0, t, col, mask, HALF: tl.constexpr):
+    at = t0 * HALF + (t * HALF + col)
+    return tl.load(COS + at, mask, 0.0).to(tl.float32), tl.load(SIN + at, mask, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _norm_rope(X, Y, RSTD, COS, SIN, pid, T, stride_b, stride_t, eps,
+               H: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    b, t0, first, t, h, col, mask = _place(pid, T, H, HALF, ROWS, BLOCK)
+    X += b * stride_b + t0 * stride_t
+    at = t * stride_t + h * (2 * HALF) + col
+    x1 = tl.load(X + at, mask, 0.0).to(tl.float32)
+    x2 = tl.load(X + HALF + at, mask, 0.0).to(tl.float32)
+    cos, sin = _tables(COS, SIN, t0, t, col, mask, HALF)
+    y1, y2 = _rotate(x1, x2, cos, sin)
+    rstd = tl.rsqrt(tl.sum(y1 * y1 + y2 * y2, 1, keep_dims=True) * (0.5 / HALF) + eps)
+    row = tl.arange(0, ROWS)[:, None]
+    Y += first * (2 * HALF)
+    at = row * (2 * HALF) + col
+    tl.store(Y + at, (y1 * rstd).to(Y.dtype.element_ty), mask)
+    tl.store(Y + HALF + at, (y2 * rstd).to(Y.dtype.element_ty), mask)
+    tl.store(RSTD + first + row, rstd, row < (b + 1) * T * H - first)
+
+
+@triton.jit
+def _norm_rope_backward(DY, Y, RSTD, DX, COS, SIN, pid, T, stride_dy_b, stride_dy_t, stride_dy_h, stride_t,
+                        H: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    b, t0, first, t, h, col, mask = _place(pid, T, H, HALF, ROWS, BLOCK)
+    DY += b * stride_dy_b + t0 * stride_dy_t
+    at = t * stride_dy_t + h * stride_dy_h + col
+    g1 = tl.load(DY + at, mask, 0.0).to(tl.float32)
+    g2 = tl.load(DY + HALF + at, mask, 0.0).to(tl.float32)
+    row = tl.arange(0, ROWS)[:, None]
+    Y += first * (2 * HALF)
+    at = row * (2 * HALF) + col
+    y1 = tl.load(Y + at, mask, 0.0).to(tl.float32)
+    y2 = tl.load(Y + HALF + at, mask, 0.0).to(tl.float32)
+    rstd = tl.load(RSTD + first + row, row < (b + 1) * T * H - first, 0.0)
+    cos, sin = _tables(COS, SIN, t0, t, col, mask, HALF)
+    along = tl.sum(g1 * y1 + g2 * y2, 1, keep_dims=True) * (0.5 / HALF)
+    dx1, dx2 = _rotate(rstd * (g1 - y1 * along), rstd * (g2 - y2 * along), cos, -sin)
+    DX += (b * T + t0) * stride_t
+    at = t * stride_t + h * (2 * HALF) + col
+    tl.store(DX + at, dx1.to(DX.dtype.element_ty), mask)
+    tl.store(DX + HALF + at, dx2.to(DX.dtype.element_ty), mask)
+
+
+@triton.jit
+def qkv_kernel(
+    QKV, COS, SIN, IDX, TABLE, OUT_Q, OUT_K, OUT_V, RSTD, GATE, T, k_first, v_first, rstd_k, stride_b, stride_t, eps,
+    N_HEAD: tl.constexpr, N_KV_HEAD: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Programs of q, then from k_first those of k, then from v_first those of v. TABLE, IDX and GATE are None without value residual."""
+    pid = tl.program_id(0)
+    K = QKV + N_HEAD * 2 * HALF
+    V = K + N_KV_HEAD * 2 * HALF
+    if pid < k_first:
+        _norm_rope(QKV, OUT_Q, RSTD, COS, SIN, pid, T, stride_b, stride_t, eps, N_HEAD, HALF, ROWS, BLOCK)
+    elif pid < v_first:
+        _norm_rope(K, OUT_K, RSTD + rstd_k, COS, SIN, pid - k_first, T, stride_b, stride_t, eps, N_KV_HEAD, HALF, ROWS, BLOCK)
+    else:
+        b, t0, first, t, h, col, mask = _place(pid - v_first, T, N_KV_HEAD, HALF, ROWS, BLOCK)
+        V += b * stride_b + t0 * stride_t
+        at = t * stride_t + h * (2 * HALF) + col
+        v1 = tl.load(V + at, mask, 0.0).to(tl.float32)
+        v2 = tl.load(V + HALF + at, mask, 0.0).to(tl.float32)
+        row = tl.arange(0, ROWS)[:, None]
+        if TABLE is not None:
+            inside = row < (b + 1) * T * N_KV_HEAD - first
+            gate = tl.load(V + t * stride_t + (N_KV_HEAD * 2 * HALF + h), inside, 0.0).to(tl.float32)
+            gate = 1.0 / (1.0 + tl.exp(-tl.maximum(gate, -80.0)))
+            tl.store(GATE + first + row, gate, inside)
+            TABLE += tl.load(IDX + b * T + t0 + t, inside, 0).to(tl.int64) * (N_KV_HEAD * 2 * HALF)
+            v1 += 2.0 * gate * tl.load(TABLE + (h * (2 * HALF) + col), mask, 0.0).to(tl.float32)
+            v2 += 2.0 * gate * tl.load(TABLE + (h * (2 * HALF) + HALF + col), mask, 0.0).to(tl.float32)
+        OUT_V += first * (2 * HALF)
+        at = row * (2 * HALF) + col
+        tl.store(OUT_V + at, v1.to(OUT_V.dtype.element_ty), mask)
+        tl.store(OUT_V + HALF + at, v2.to(OUT_V.dtype.element_ty), mask)
+
+
+@triton.jit
+def qkv_backward_kernel(
+    DY_Q, DY_K, DY_V, Q, K, RSTD, GATE, COS, SIN, IDX, TABLE, DQKV, DE, T, k_first, v_first, rstd_k,
+    stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h, stride_v_b, stride_v_t, stride_v_h, stride_t,
+    N_HEAD: tl.constexpr, N_KV_HEAD: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PAD: tl.constexpr,
+):
+    """DQKV: (B·T, stride_t), every column written. DE: (B·T, n_kv_head·head_dim), the gradient of the embedding's rows, or None."""
+    pid = tl.program_id(0)
+    DK = DQKV + N_HEAD * 2 * HALF
+    DV = DK + N_KV_HEAD * 2 * HALF
+    if pid < k_first:
+        _norm_rope_backward(DY_Q, Q, RSTD, DQKV, COS, SIN, pid, T, stride_q_b, stride_q_t, stride_q_h, stride_t,
+                            N_HEAD, HALF, ROWS, BLOCK)
+    elif pid < v_first:
+        _norm_rope_backward(DY_K, K, RSTD + rstd_k, DK, COS, SIN, pid - k_first, T, stride_k_b, stride_k_t, stride_k_h, stride_t,
+                            N_KV_HEAD, HALF, ROWS, BLOCK)
+    else:
+        b, t0, first, t, h, col, mask = _place(pid - v_first, T, N_KV_HEAD, HALF, ROWS, BLOCK)
+        DY_V += b * stride_v_b + t0 * stride_v_t
+        at = t * stride_v_t + h * stride_v_h + col
+        g1 = tl.load(DY_V + at, mask, 0.0).to(tl.float32)
+        g2 = tl.load(DY_V + HALF + at, mask, 0.0).to(tl.float32)
+        row = tl.arange(0, ROWS)[:, None]
+        DV += (b * T + t0) * stride_t
+        if TABLE is not None:
+            inside = row < (b + 1) * T * N_KV_HEAD - first
+            gate = tl.load(GATE + first + row, inside, 0.0)
+            if DE is not None:
+                DE += first * (2 * HALF)
+                at = row * (2 * HALF) + col
+                tl.store(DE + at, (2.0 * gate * g1).to(DE.dtype.element_ty), mask)
+                tl.store(DE + HALF + at, (2.0 * gate * g2).to(DE.dtype.element_ty), mask)
+            TABLE += tl.load(IDX + b * T + t0 + t, inside, 0).to(tl.int64) * (N_KV_HEAD * 2 * HALF)
+            e1 = tl.load(TABLE + (h * (2 * HALF) + col), mask, 0.0).to(tl.float32)
+            e2 = tl.load(TABLE + (h * (2 * HALF) + HALF + col), mask, 0.0).to(tl.float32)
+            dgate = tl.sum(g1 * e1 + g2 * e2, 1, keep_dims=True) * (2.0 * gate * (1.0 - gate))
+            at = t * stride_t + N_KV_HEAD * 2 * HALF
+            tl.store(DV + at + h, dgate.to(DV.dtype.element_ty), inside)
+            unused = (col >= N_KV_HEAD) & (col < PAD) & (h == 0) & inside
+            tl.store(DV + at + col, tl.zeros_like(g1).to(DV.dtype.element_ty), unused)
+        at = t * stride_t + h * (2 * HALF) + col
+        tl.store(DV + at, g1.to(DV.dtype.element_ty), mask)
+        tl.store(DV + HALF + at, g2.to(DV.dtype.element_ty), mask)
+
+
+def gate_columns(n_kv_head):
+    """Columns of the packed row that the gates take: n_kv_head and zeros up to the next multiple of 8."""
+    return -(-n_kv_head // GATE_COLUMNS) * GATE_COLUMNS
+
+
+def _programs(B, T, n_head, n_kv_head, rows):
+    """Programs of q, of k, and of v."""
+    return B * triton.cdiv(T * n_head, rows), B * triton.cdiv(T * n_kv_head, rows)
+
+
+@torch.library.custom_op(add_op_namespace_prefix("qkv"), mutates_args=())
+def qkv_op(
+    qkv: Tensor, cos: Tensor, sin: Tensor, n_head: int, n_kv_head: int, idx: Tensor | None, table: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v, and what the backward needs beside them: reciprocal norms (of all of q, then all of k) and gates, float32."""
+    B, T, _ = qkv.shape
+    head_dim = 2 * cos.shape[-1]
+    qkv = qkv if qkv.stride(2) == 1 and qkv.stride(1) < 2**24 else qkv.contiguous()
+    q = qkv.new_empty((B, T, n_head, head_dim))
+    k, v = qkv.new_empty((B, T, n_kv_head, head_dim)), qkv.new_empty((B, T, n_kv_head, head_dim))
+    rstd = torch.empty(B * T * (n_head + n_kv_head), dtype=torch.float32, device=qkv.device)
+    gate = rstd.new_empty(B * T * n_kv_head if table is not None else 0)
+    ROWS, BLOCK, num_warps = tile(head_dim)
+    of_q, of_k = _programs(B, T, n_head, n_kv_head, ROWS)
+    if of_q:
+        with torch.cuda.device_of(qkv):
+            qkv_kernel[(of_q + 2 * of_k,)](
+                qkv, cos, sin, idx, table, q, k, v, rstd, None if table is None else gate, T, of_q, of_q + of_k, B * T * n_head,
+                qkv.stride(0), qkv.stride(1), eps, n_head, n_kv_head, head_dim // 2, ROWS, BLOCK, num_warps=num_warps, num_stages=1,
+            )
+    return q, k, v, rstd, gate
+
+
+@qkv_op.register_fake
+def _(qkv, cos, sin, n_head, n_kv_head, idx, table, eps):
+    B, T, _ = qkv.shape
+    head_dim = 2 * cos.shape[-1]
+    rstd = torch.empty(B * T * (n_head + n_kv_head), dtype=torch.float32, device=qkv.device)
+    gate = rstd.new_empty(B * T * n_kv_head if table is not None else 0)
+    q, k = qkv.new_empty((B, T, n_head, head_dim)), qkv.new_empty((B, T, n_kv_head, head_dim))
+    return q, k, torch.empty_like(k), rstd, gate
+
+
+@torch.library.custom_op(add_op_namespace_prefix("qkv_backward"), mutates_args=())
+def qkv_backward_op(
+    dq: Tensor, dk: Tensor, dv: Tensor, q: Tensor, k: Tensor, rstd: Tensor, gate: Tensor, cos: Tensor, sin: Tensor,
+    idx: Tensor | None, table: Tensor | None, need_dtable: bool,
+) -> tuple[Tensor, Tensor]:
+    """The packed gradient (B, T, width), and that of the embedding's rows (B·T, n_kv_head·head_dim) or nothing."""
+    B, T, n_head, head_dim = q.shape
+    n_kv_head = k.shape[2]
+    pad = 0 if table is None else gate_columns(n_kv_head)
+    width = (n_head + 2 * n_kv_head) * head_dim + pad
+    dqkv = q.new_empty((B, T, width))
+    rows = table.new_empty((B * T, n_kv_head * head_dim)) if need_dtable else q.new_empty(0)
+    dq, dk, dv = map(_adjacent, (dq, dk, dv))
+    ROWS, BLOCK, num_warps = tile(head_dim)
+    of_q, of_k = _programs(B, T, n_head, n_kv_head, ROWS)
+    if of_q:
+        with torch.cuda.device_of(q):
+            qkv_backward_kernel[(of_q + 2 * of_k,)](
+                dq, dk, dv, q, k, rstd, None if table is None else gate, cos, sin, idx, table, dqkv, rows if need_dtable else None,
+                T, of_q, of_q + of_k, B * T * n_head, *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], width,
+                n_head, n_kv_head, head_dim // 2, ROWS, BLOCK, pad, num_warps=num_warps, num_stages=1,
+            )
+    return dqkv, rows
+
+
+@qkv_backward_op.register_fake
+def _(dq, dk, dv, q, k, rstd, gate, cos, sin, idx, table, need_dtable):
+    B, T, n_head, head_dim = q.shape
+    n_kv_head = k.shape[2]
+    width = (n_head + 2 * n_kv_head) * head_dim + (0 if table is None else gate_columns(n_kv_head))
+    return q.new_empty((B, T, width)), table.new_empty((B * T, n_kv_head * head_dim)) if need_dtable else q.new_empty(0)
+
+
+forbid_double_backward("qkv_norm_rope", qkv_backward_op)
+
+
+def _save(ctx, inputs, output):
+    _, cos, sin, _, _, idx, table, _ = inputs
+    q, k, _, rstd, gate = output
+    ctx.mark_non_differentiable(rstd, gate)
+    ctx.save_for_backward(q, k, rstd, gate, cos, sin, idx, table)
+
+
+def _backward(ctx, dq, dk, dv, *_):
+    q, k, rstd, gate, cos, sin, idx, table = ctx.saved_tensors
+    need_dtable = ctx.needs_input_grad[6]
+    dqkv, rows = qkv_backward_op(dq, dk, dv, q, k, rstd, gate, cos, sin, idx, table, need_dtable)
+    dtable = torch.ops.aten.embedding_dense_backward(rows, idx.reshape(-1), table.shape[0], -1, False) if need_dtable else None
+    return dqkv if ctx.needs_input_grad[0] else None, None, None, None, None, None, dtable, None
+
+
+qkv_op.register_autograd(_backward, setup_context=_save)
+
+
+def qkv_norm_rope(qkv, cos, sin, n_head, n_kv_head, idx=None, table=None, eps=None):
+    """q, k and v of an attention layer from its packed product: q and k rotated and normed, v with its value residual.
+
+    qkv: (B, T, width), float32, float16 or bfloat16, a token's row [q | k | v], with a table [q | k | v | gates | zeros], where the
+        gates and zeros take `gate_columns(n_kv_head)` columns.
+    cos, sin: (T, head_dim/2) or (1, T, 1, head_dim/2), constants. n_head a multiple of n_kv_head.
+    idx, table: the tokens (B, T) int64 and their embeddings (vocab, n_kv_head·head_dim): v + 2σ(gate)·table[idx], head by head.
+    Returns q (B, T, n_head, head_dim) and k, v (B, T, n_kv_head, head_dim), contiguous, of qkv's dtype. Once differentiable in qkv and
+    table. ValueError for anything else.
+    """
+    name = "qkv_norm_rope"
+    require_float(name, qkv, cos, sin, table)
+    require_device(name, qkv, cos, sin, idx, table)
+    half = cos.shape[-1]
+    if qkv.ndim != 3 or not 1 <= half <= MAX_HEAD_DIM // 2 or (idx is None) != (table is None):
+        raise ValueError(f"{name}: qkv {tuple(qkv.shape)}, cos {tuple(cos.shape)}; need (B, T, width), and idx with table or neither")
+    B, T, width = qkv.shape
+    for which, rotary in (("cos", cos), ("sin", sin)):
+        if rotary.shape not in ((T, half), (1, T, 1, half)) or rotary.requires_grad:
+            raise ValueError(f"{name}: {which} of shape {tuple(rotary.shape)}; need a constant ({T}, {half}) or (1, {T}, 1, {half})")
+    expected = (n_head + 2 * n_kv_head) * 2 * half + (0 if table is None else gate_columns(n_kv_head))
+    if width != expected or n_kv_head < 1 or n_head % n_kv_head:
+        raise ValueError(f"{name}: rows of {width} for {n_head} and {n_kv_head} heads of {2 * half}; need {expected}")
+    if table is not None:
+        if table.ndim != 2 or table.shape[1] != n_kv_head * 2 * half or idx.shape != (B, T) or idx.dtype != torch.int64:
+            raise ValueError(
+                f"{name}: table {tuple(table.shape)}, idx {idx.dtype} {tuple(idx.shape)}; need (vocab, {n_kv_head * 2 * half}) and int64 ({B}, {T})"
+            )
+        if gate_columns(n_kv_head) > half:
+            raise ValueError(f"{name}: {n_kv_head} KV heads of {2 * half} with a table; need at least twice as wide heads as gate columns")
+        idx, table = idx.contiguous(), table.contiguous()
+    return qkv_op(qkv, cos.contiguous(), sin.contiguous(), n_head, n_kv_head, idx, table, EPS if eps is None else float(eps))[:3]
+
+
+def qkv_norm_rope_ref(qkv, cos, sin, n_head, n_kv_head, idx=None, table=None, eps=None):
+    """The definition, in the dtype that its arguments promote to."""
+    head_dim = 2 * cos.shape[-1]
+    sizes = [n * head_dim for n in (n_head, n_kv_head, n_kv_head)]
+    q, k, v, gates = qkv.split([*sizes, qkv.shape[-1] - sum(sizes)], -1)
+    q, k, v = (x.unflatten(-1, (-1, head_dim)) for x in (q, k, v))
+    if table is not None:
+        v = v + 2 * torch.sigmoid(gates[..., :n_kv_head]).unsqueeze(-1) * torch.nn.functional.embedding(idx, table).view(v.shape)
+    return *qk_norm_rope_ref(q, k, cos, sin, eps), v
