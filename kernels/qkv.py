@@ -94,9 +94,9 @@ def qkv_kernel(
             gate = tl.load(V + t * stride_t + (N_KV_HEAD * 2 * HALF + h), inside, 0.0).to(tl.float32)
             gate = 1.0 / (1.0 + tl.exp(-tl.maximum(gate, -80.0)))
             tl.store(GATE + first + row, gate, inside)
-            TABLE += tl.load(IDX + b * T + t0 + t, inside, 0).to(tl.int64) * (N_KV_HEAD * 2 * HALF)
-            v1 += 2.0 * gate * tl.load(TABLE + (h * (2 * HALF) + col), mask, 0.0).to(tl.float32)
-            v2 += 2.0 * gate * tl.load(TABLE + (h * (2 * HALF) + HALF + col), mask, 0.0).to(tl.float32)
+            E = TABLE + tl.load(IDX + b * T + t0 + t, inside, 0).to(tl.int64) * (N_KV_HEAD * 2 * HALF)
+            v1 += 2.0 * gate * tl.load(E + (h * (2 * HALF) + col), mask, 0.0).to(tl.float32)
+            v2 += 2.0 * gate * tl.load(E + (h * (2 * HALF) + HALF + col), mask, 0.0).to(tl.float32)
         OUT_V += first * (2 * HALF)
         at = row * (2 * HALF) + col
         tl.store(OUT_V + at, v1.to(OUT_V.dtype.element_ty), mask)
@@ -135,9 +135,9 @@ def qkv_backward_kernel(
                 at = row * (2 * HALF) + col
                 tl.store(DE + at, (2.0 * gate * g1).to(DE.dtype.element_ty), mask)
                 tl.store(DE + HALF + at, (2.0 * gate * g2).to(DE.dtype.element_ty), mask)
-            TABLE += tl.load(IDX + b * T + t0 + t, inside, 0).to(tl.int64) * (N_KV_HEAD * 2 * HALF)
-            e1 = tl.load(TABLE + (h * (2 * HALF) + col), mask, 0.0).to(tl.float32)
-            e2 = tl.load(TABLE + (h * (2 * HALF) + HALF + col), mask, 0.0).to(tl.float32)
+            E = TABLE + tl.load(IDX + b * T + t0 + t, inside, 0).to(tl.int64) * (N_KV_HEAD * 2 * HALF)
+            e1 = tl.load(E + (h * (2 * HALF) + col), mask, 0.0).to(tl.float32)
+            e2 = tl.load(E + (h * (2 * HALF) + HALF + col), mask, 0.0).to(tl.float32)
             dgate = tl.sum(g1 * e1 + g2 * e2, 1, keep_dims=True) * (2.0 * gate * (1.0 - gate))
             at = t * stride_t + N_KV_HEAD * 2 * HALF
             tl.store(DV + at + h, dgate.to(DV.dtype.element_ty), inside)
@@ -257,10 +257,10 @@ def qkv_norm_rope(qkv, cos, sin, n_head, n_kv_head, idx=None, table=None, eps=No
     """
     name = "qkv_norm_rope"
     require_float(name, qkv, cos, sin, table)
-    require_device(name, qkv, cos, sin, idx, table)
+    require_device(name, qkv, cos, sin, table, idx if table is not None else None)
     half = cos.shape[-1]
-    if qkv.ndim != 3 or not 1 <= half <= MAX_HEAD_DIM // 2 or (idx is None) != (table is None):
-        raise ValueError(f"{name}: qkv {tuple(qkv.shape)}, cos {tuple(cos.shape)}; need (B, T, width), and idx with table or neither")
+    if qkv.ndim != 3 or not 1 <= half <= MAX_HEAD_DIM // 2 or (idx is None and table is not None):
+        raise ValueError(f"{name}: qkv {tuple(qkv.shape)}, cos {tuple(cos.shape)}; need (B, T, width), and idx with a table")
     B, T, width = qkv.shape
     for which, rotary in (("cos", cos), ("sin", sin)):
         if rotary.shape not in ((T, half), (1, T, 1, half)) or rotary.requires_grad:
@@ -276,6 +276,8 @@ def qkv_norm_rope(qkv, cos, sin, n_head, n_kv_head, idx=None, table=None, eps=No
         if gate_columns(n_kv_head) > half:
             raise ValueError(f"{name}: {n_kv_head} KV heads of {2 * half} with a table; need at least twice as wide heads as gate columns")
         idx, table = idx.contiguous(), table.contiguous()
+    else:
+        idx = None
     return qkv_op(qkv, cos.contiguous(), sin.contiguous(), n_head, n_kv_head, idx, table, EPS if eps is None else float(eps))[:3]
 
 
