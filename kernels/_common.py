@@ -23,10 +23,14 @@ def has_tangent(*tensors):
     return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
-def require_device(name, *tensors):
-    """`ValueError` unless all tensors are on one device that Triton can run on; `RuntimeError` for forward-mode differentiation."""
+def forbid_forward_mode(name, *tensors):
     if has_tangent(*tensors):
         raise RuntimeError(f"{name}: forward-mode differentiation is not supported; use {name}_ref")
+
+
+def require_device(name, *tensors):
+    """`ValueError` unless all tensors are on one device that Triton can run on; `RuntimeError` for forward-mode differentiation."""
+    forbid_forward_mode(name, *tensors)
     devices = {t.device for t in tensors if t is not None}
     if len(devices) > 1:
         raise ValueError(f"{name}: tensors on different devices {sorted(map(str, devices))}; move them to one")

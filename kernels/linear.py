@@ -13,7 +13,7 @@ import contextlib
 import torch
 from torch import Tensor
 
-from ._common import forbid_double_backward, require_float
+from ._common import forbid_double_backward, forbid_forward_mode, require_float
 from ._ops import add_op_namespace_prefix
 
 FORMS = {
@@ -51,10 +51,14 @@ def weight_gradient(dy, x, dtype):
         return FORMS[form](dy, x, torch.mm if dtype == x.dtype else _mm_float32).to(dtype).contiguous()
 
 
-def compute_dtype(x):
-    """What products are computed in: x's dtype, or autocast's."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+def compute_dtype(device, dtype):
+    """What products are computed in: autocast's dtype, or the one given."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+
+
+def rows(x):
+    """(…, N) as (rows, N)."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 @torch.library.custom_op(add_op_namespace_prefix("linear"), mutates_args=())
@@ -68,38 +72,52 @@ def _(x, weight):
 
 
 @torch.library.custom_op(add_op_namespace_prefix("linear_backward"), mutates_args=())
-def linear_backward_op(dy: Tensor, x: Tensor, weight: Tensor, need_dx: bool, need_dweight: bool) -> tuple[Tensor, Tensor]:
-    dx = dy @ weight.to(dy.dtype) if need_dx else x.new_empty(0)
-    dweight = weight_gradient(dy.flatten(0, -2), x.flatten(0, -2), weight.dtype) if need_dweight else weight.new_empty(0)
-    return dx, dweight
+def linear_backward_op(dy: Tensor, x: Tensor | None, weight: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """dx, for which weight is needed, and dweight of `dtype`, for which x is: a gradient without its factor comes back empty."""
+    dx = dy.new_empty(0) if weight is None else dy @ weight.to(dy.dtype)
+    return dx, dy.new_empty(0, dtype=dtype) if x is None else weight_gradient(rows(dy), rows(x), dtype)
 
 
 @linear_backward_op.register_fake
-def _(dy, x, weight, need_dx, need_dweight):
-    return torch.empty_like(x) if need_dx else x.new_empty(0), torch.empty_like(weight) if need_dweight else weight.new_empty(0)
+def _(dy, x, weight, dtype):
+    dx = dy.new_empty(0 if weight is None else (*dy.shape[:-1], weight.shape[1]))
+    return dx, dy.new_empty(0 if x is None else (dy.shape[-1], x.shape[-1]), dtype=dtype)
 
 
 forbid_double_backward("linear", linear_backward_op)
 
 
+def _save(ctx, inputs, output):
+    """Of a frozen layer only what the other gradient needs."""
+    x, weight = inputs
+    need_dx, need_dweight = ctx.needs_input_grad[:2]  # here torch counts an argument of its own too
+    ctx.dtype = weight.dtype
+    ctx.save_for_backward(x if need_dweight else None, weight if need_dx else None)
+
+
 def _backward(ctx, dy):
-    dx, dweight = linear_backward_op(dy, *ctx.saved_tensors, *ctx.needs_input_grad)
-    return tuple(d if need else None for d, need in zip((dx, dweight), ctx.needs_input_grad))
+    x, weight = ctx.saved_tensors
+    dx, dweight = linear_backward_op(dy, x, weight, ctx.dtype)
+    return None if weight is None else dx, None if x is None else dweight
 
 
-linear_op.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+linear_op.register_autograd(_backward, setup_context=_save)
 
 
 def linear(x, weight):
-    """`F.linear(x, weight)` whose weight gradient is formed as `WEIGHT_GRADIENT` says, in float32 for a float32 weight under autocast.
+    """`F.linear(x, weight)` whose weight gradient is formed as `WEIGHT_GRADIENT` says.
 
-    x: (..., in), weight: (out, in), float32, float16 or bfloat16; the product is computed in x's dtype, or autocast's. Runs on any
-    device. Once differentiable.
+    x: (..., in), weight: (out, in), float32, float16 or bfloat16, any strides; the product is computed in x's dtype, or autocast's, and
+    has it. The gradient of a float32 weight leaves a low-precision product unrounded on CUDA. Runs on any device, the CPU too. Once
+    differentiable in both. ValueError for anything else.
     """
     require_float("linear", x, weight)
-    if weight.ndim != 2 or x.ndim < 2 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"linear: weight {tuple(weight.shape)} for x {tuple(x.shape)}; need (out, {x.shape[-1]}) and (..., in)")
-    return linear_op(x.to(compute_dtype(x)), weight)
+    forbid_forward_mode("linear", x, weight)
+    if x.ndim < 1 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"linear: weight {tuple(weight.shape)} for x {tuple(x.shape)}; need (out, in) and (..., in)")
+    if x.device != weight.device:
+        raise ValueError(f"linear: x on {x.device}, weight on {weight.device}; move them to one")
+    return linear_op(x.to(compute_dtype(x.device, x.dtype)), weight)
 
 
 def linear_ref(x, weight):

@@ -13,19 +13,19 @@ from torch import Tensor
 
 from ._common import forbid_double_backward, require_device, require_float
 from ._ops import add_op_namespace_prefix
-from .linear import compute_dtype, weight_gradient
+from .linear import compute_dtype, rows, weight_gradient
 from .residual_mix import residual_mix_norm_backward_op, residual_mix_norm_op, residual_mix_norm_ref
-from .rms_norm import MAX_TILE_WIDTH, add_rms_norm_op, add_rms_norm_ref, rms_norm_backward_op
+from .rms_norm import MAX_TILE_WIDTH, add_rms_norm_op, add_rms_norm_ref, rms_norm_backward_op, rms_norm_op
 
 EPS = torch.finfo(torch.float32).eps
 
 
-def _rows(x):
-    return x.reshape(-1, x.shape[-1])
-
-
 def _product(normed, weight, dtype):
     return normed.to(dtype) @ weight.to(dtype).t()
+
+
+def _dweight(dy, normed, dtype):
+    return weight_gradient(rows(dy), rows(normed).to(dy.dtype), dtype)
 
 
 @torch.library.custom_op(add_op_namespace_prefix("add_norm_linear"), mutates_args=())
@@ -44,16 +44,16 @@ def _(x, update, weight, eps, dtype):
 def add_norm_linear_backward_op(
     dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor, eps: float, need_dh: bool, need_dweight: bool
 ) -> tuple[Tensor, Tensor]:
-    dnormed = (dy @ weight.to(dy.dtype)).to(h.dtype)
-    dh, _, normed = rms_norm_backward_op(dnormed, dh, h, None, eps, need_dh, False, need_dweight)
-    dweight = weight_gradient(_rows(dy), _rows(normed).to(dy.dtype), weight.dtype) if need_dweight else weight.new_empty(0)
-    return dh, dweight
+    """dh and dweight; what is not needed comes back empty."""
+    if not need_dh:
+        return h.new_empty(0), _dweight(dy, rms_norm_op(h, None, eps), weight.dtype)
+    dh, _, normed = rms_norm_backward_op(dy @ weight.to(dy.dtype), dh, h, None, eps, True, False, need_dweight)
+    return dh, _dweight(dy, normed, weight.dtype) if need_dweight else weight.new_empty(0)
 
 
 @add_norm_linear_backward_op.register_fake
 def _(dy, dh, h, weight, eps, need_dh, need_dweight):
-    dh = torch.empty(h.shape, dtype=h.dtype, device=h.device) if need_dh else h.new_empty(0)
-    return dh, torch.empty_like(weight) if need_dweight else weight.new_empty(0)
+    return h.new_empty(h.shape if need_dh else 0), weight.new_empty(weight.shape if need_dweight else 0)
 
 
 forbid_double_backward("add_norm_linear", add_norm_linear_backward_op)
@@ -98,19 +98,20 @@ def residual_mix_norm_linear_backward_op(
     need_dx: bool, need_dx0: bool, need_dlambdas: bool, need_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx, dx0, both lambdas' gradients as (2,), dweight; what is not needed comes back empty."""
-    dnormed = (dy @ weight.to(dy.dtype)).to(x.dtype)
+    if not (need_dx or need_dx0 or need_dlambdas):
+        _, normed = residual_mix_norm_op(x, x0, resid_lambda, x0_lambda, eps)
+        return x.new_empty(0), x.new_empty(0), x.new_empty(0), _dweight(dy, normed, weight.dtype)
     dx, dx0, dlambdas, normed = residual_mix_norm_backward_op(
-        dh, dnormed, x, x0, resid_lambda, x0_lambda, eps, need_dx, need_dx0, need_dlambdas, need_dweight
+        dh, dy @ weight.to(dy.dtype), x, x0, resid_lambda, x0_lambda, eps, need_dx, need_dx0, need_dlambdas, need_dweight
     )
-    dweight = weight_gradient(_rows(dy), _rows(normed).to(dy.dtype), weight.dtype) if need_dweight else weight.new_empty(0)
-    return dx, dx0, dlambdas, dweight
+    return dx, dx0, dlambdas, _dweight(dy, normed, weight.dtype) if need_dweight else weight.new_empty(0)
 
 
 @residual_mix_norm_linear_backward_op.register_fake
 def _(dy, dh, x, x0, resid_lambda, x0_lambda, weight, eps, need_dx, need_dx0, need_dlambdas, need_dweight):
-    dx, dx0 = (torch.empty(x.shape, dtype=x.dtype, device=x.device) if need else x.new_empty(0) for need in (need_dx, need_dx0))
-    dlambdas = torch.empty(2, dtype=torch.float32, device=x.device) if need_dlambdas else x.new_empty(0)
-    return dx, dx0, dlambdas, torch.empty_like(weight) if need_dweight else weight.new_empty(0)
+    dx, dx0 = (x.new_empty(x.shape if need else 0) for need in (need_dx, need_dx0))
+    dlambdas = x.new_empty(2, dtype=torch.float32) if need_dlambdas else x.new_empty(0)
+    return dx, dx0, dlambdas, weight.new_empty(weight.shape if need_dweight else 0)
 
 
 forbid_double_backward("residual_mix_norm_linear", residual_mix_norm_linear_backward_op)
@@ -149,8 +150,8 @@ residual_mix_norm_linear_op.register_autograd(_backward_mix, setup_context=_save
 def _check(name, x, other, weight, *scalars):
     require_float(name, x, other, weight, *scalars)
     require_device(name, x, other, weight, *scalars)
-    if x.shape != other.shape or x.ndim < 2 or not 1 <= x.shape[-1] <= MAX_TILE_WIDTH:
-        raise ValueError(f"{name}: shapes {tuple(x.shape)} and {tuple(other.shape)}; need one shape (..., N), N up to {MAX_TILE_WIDTH}")
+    if x.shape != other.shape or x.ndim == 0 or not 1 <= x.shape[-1] <= MAX_TILE_WIDTH:
+        raise ValueError(f"{name}: shapes {tuple(x.shape)} and {tuple(other.shape)}; need one shape (..., N), N from 1 to {MAX_TILE_WIDTH}")
     if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(f"{name}: weight of shape {tuple(weight.shape)} for x of {tuple(x.shape)}; need (out, {x.shape[-1]})")
 
@@ -162,8 +163,7 @@ def add_norm_linear(x, update, weight, eps=EPS):
     product, which is h's or autocast's. Once differentiable in all three. ValueError for anything else.
     """
     _check("add_norm_linear", x, update, weight)
-    dtype = compute_dtype(x if x.dtype == torch.promote_types(x.dtype, update.dtype) else update)
-    return add_norm_linear_op(x, update, weight, float(eps), dtype)
+    return add_norm_linear_op(x, update, weight, float(eps), compute_dtype(x.device, torch.promote_types(x.dtype, update.dtype)))
 
 
 def add_norm_linear_ref(x, update, weight, eps=EPS):
@@ -179,10 +179,9 @@ def residual_mix_norm_linear(x, x0, resid_lambda, x0_lambda, weight, eps=EPS):
     name = "residual_mix_norm_linear"
     _check(name, x, x0, weight, resid_lambda, x0_lambda)
     if x.dtype != x0.dtype or resid_lambda.ndim or x0_lambda.ndim:
-        raise ValueError(
-            f"{name}: x {x.dtype}, x0 {x0.dtype}, lambdas {tuple(resid_lambda.shape)}, {tuple(x0_lambda.shape)}; need one dtype and 0-D lambdas"
-        )
-    return residual_mix_norm_linear_op(x, x0, resid_lambda, x0_lambda, weight, float(eps), compute_dtype(x))
+        shapes = f"{tuple(resid_lambda.shape)}, {tuple(x0_lambda.shape)}"
+        raise ValueError(f"{name}: x {x.dtype}, x0 {x0.dtype}, lambdas of shapes {shapes}; need one dtype and 0-D lambdas")
+    return residual_mix_norm_linear_op(x, x0, resid_lambda, x0_lambda, weight, float(eps), compute_dtype(x.device, x.dtype))
 
 
 def residual_mix_norm_linear_ref(x, x0, resid_lambda, x0_lambda, weight, eps=EPS):

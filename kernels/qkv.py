@@ -28,6 +28,17 @@ def _tables(COS, SIN, t0, t, col, mask, HALF: tl.constexpr):
 
 
 @triton.jit
+def _embedding(TABLE, IDX, t, h, col, vocab, inside, mask, H: tl.constexpr, HALF: tl.constexpr):
+    """Both halves of the tokens' embeddings, float32, and which rows have one: memory outside the table is not read."""
+    token = tl.load(IDX + t, inside, 0)
+    known = (token >= 0) & (token < vocab)
+    mask &= known
+    TABLE += token * (H * 2 * HALF)
+    at = h * (2 * HALF) + col
+    return tl.load(TABLE + at, mask, 0.0).to(tl.float32), tl.load(TABLE + HALF + at, mask, 0.0).to(tl.float32), known
+
+
+@triton.jit
 def _norm_rope(X, Y, RSTD, COS, SIN, pid, T, stride_b, stride_t, eps,
                H: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     b, t0, first, t, h, col, mask = _place(pid, T, H, HALF, ROWS, BLOCK)
@@ -71,7 +82,7 @@ def _norm_rope_backward(DY, Y, RSTD, DX, COS, SIN, pid, T, stride_dy_b, stride_d
 
 @triton.jit
 def qkv_kernel(
-    QKV, COS, SIN, IDX, TABLE, OUT_Q, OUT_K, OUT_V, RSTD, GATE, T, k_first, v_first, rstd_k, stride_b, stride_t, eps,
+    QKV, COS, SIN, IDX, TABLE, OUT_Q, OUT_K, OUT_V, RSTD, GATE, T, k_first, v_first, rstd_k, stride_b, stride_t, vocab, eps,
     N_HEAD: tl.constexpr, N_KV_HEAD: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Programs of q, then from k_first those of k, then from v_first those of v. TABLE, IDX and GATE are None without value residual."""
@@ -92,11 +103,11 @@ def qkv_kernel(
         if TABLE is not None:
             inside = row < (b + 1) * T * N_KV_HEAD - first
             gate = tl.load(V + t * stride_t + (N_KV_HEAD * 2 * HALF + h), inside, 0.0).to(tl.float32)
-            gate = 1.0 / (1.0 + tl.exp(-tl.maximum(gate, -80.0)))
+            e1, e2, known = _embedding(TABLE, IDX + b * T + t0, t, h, col, vocab, inside, mask, N_KV_HEAD, HALF)
+            gate = tl.where(known, 1.0 / (1.0 + tl.exp(-gate)), float("nan"))
             tl.store(GATE + first + row, gate, inside)
-            E = TABLE + tl.load(IDX + b * T + t0 + t, inside, 0).to(tl.int64) * (N_KV_HEAD * 2 * HALF)
-            v1 += 2.0 * gate * tl.load(E + (h * (2 * HALF) + col), mask, 0.0).to(tl.float32)
-            v2 += 2.0 * gate * tl.load(E + (h * (2 * HALF) + HALF + col), mask, 0.0).to(tl.float32)
+            v1 += 2.0 * gate * e1
+            v2 += 2.0 * gate * e2
         OUT_V += first * (2 * HALF)
         at = row * (2 * HALF) + col
         tl.store(OUT_V + at, v1.to(OUT_V.dtype.element_ty), mask)
@@ -106,7 +117,7 @@ def qkv_kernel(
 @triton.jit
 def qkv_backward_kernel(
     DY_Q, DY_K, DY_V, Q, K, RSTD, GATE, COS, SIN, IDX, TABLE, DQKV, DE, T, k_first, v_first, rstd_k,
-    stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h, stride_v_b, stride_v_t, stride_v_h, stride_t,
+    stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h, stride_v_b, stride_v_t, stride_v_h, stride_t, vocab,
     N_HEAD: tl.constexpr, N_KV_HEAD: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PAD: tl.constexpr,
 ):
     """DQKV: (B·T, stride_t), every column written. DE: (B·T, n_kv_head·head_dim), the gradient of the embedding's rows, or None."""
@@ -135,14 +146,12 @@ def qkv_backward_kernel(
                 at = row * (2 * HALF) + col
                 tl.store(DE + at, (2.0 * gate * g1).to(DE.dtype.element_ty), mask)
                 tl.store(DE + HALF + at, (2.0 * gate * g2).to(DE.dtype.element_ty), mask)
-            E = TABLE + tl.load(IDX + b * T + t0 + t, inside, 0).to(tl.int64) * (N_KV_HEAD * 2 * HALF)
-            e1 = tl.load(E + (h * (2 * HALF) + col), mask, 0.0).to(tl.float32)
-            e2 = tl.load(E + (h * (2 * HALF) + HALF + col), mask, 0.0).to(tl.float32)
+            e1, e2, _known = _embedding(TABLE, IDX + b * T + t0, t, h, col, vocab, inside, mask, N_KV_HEAD, HALF)
             dgate = tl.sum(g1 * e1 + g2 * e2, 1, keep_dims=True) * (2.0 * gate * (1.0 - gate))
             at = t * stride_t + N_KV_HEAD * 2 * HALF
             tl.store(DV + at + h, dgate.to(DV.dtype.element_ty), inside)
-            unused = (col >= N_KV_HEAD) & (col < PAD) & (h == 0) & inside
-            tl.store(DV + at + col, tl.zeros_like(g1).to(DV.dtype.element_ty), unused)
+            unused = (col < PAD - N_KV_HEAD) & (h == 0) & inside  # up to seven columns, and a block has eight or more
+            tl.store(DV + at + N_KV_HEAD + col, tl.zeros_like(g1).to(DV.dtype.element_ty), unused)
         at = t * stride_t + h * (2 * HALF) + col
         tl.store(DV + at, g1.to(DV.dtype.element_ty), mask)
         tl.store(DV + HALF + at, g2.to(DV.dtype.element_ty), mask)
@@ -176,7 +185,8 @@ def qkv_op(
         with torch.cuda.device_of(qkv):
             qkv_kernel[(of_q + 2 * of_k,)](
                 qkv, cos, sin, idx, table, q, k, v, rstd, None if table is None else gate, T, of_q, of_q + of_k, B * T * n_head,
-                qkv.stride(0), qkv.stride(1), eps, n_head, n_kv_head, head_dim // 2, ROWS, BLOCK, num_warps=num_warps, num_stages=1,
+                qkv.stride(0), qkv.stride(1), 0 if table is None else table.shape[0], eps,
+                n_head, n_kv_head, head_dim // 2, ROWS, BLOCK, num_warps=num_warps, num_stages=1,
             )
     return q, k, v, rstd, gate
 
@@ -191,37 +201,47 @@ def _(qkv, cos, sin, n_head, n_kv_head, idx, table, eps):
     return q, k, torch.empty_like(k), rstd, gate
 
 
+def _dtable(rows, idx, table):
+    """The embedding's gradient from its rows': torch's own sum by tokens, which has one order on a GPU when it isn't compiled.
+
+    A token outside the vocabulary has made the loss NaN; nothing is written outside the table for it.
+    """
+    return torch.ops.aten.embedding_dense_backward(rows, idx.reshape(-1).clamp(0, table.shape[0] - 1), table.shape[0], -1, False)
+
+
 @torch.library.custom_op(add_op_namespace_prefix("qkv_backward"), mutates_args=())
 def qkv_backward_op(
     dq: Tensor, dk: Tensor, dv: Tensor, q: Tensor, k: Tensor, rstd: Tensor, gate: Tensor, cos: Tensor, sin: Tensor,
-    idx: Tensor | None, table: Tensor | None, need_dtable: bool,
+    idx: Tensor | None, table: Tensor | None, need_dqkv: bool, need_dtable: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The packed gradient (B, T, width), and that of the embedding's rows (B·T, n_kv_head·head_dim) or nothing."""
+    """The packed gradient (B, T, width) and the table's; what is not needed comes back empty."""
     B, T, n_head, head_dim = q.shape
     n_kv_head = k.shape[2]
+    if not need_dqkv:  # a projection that is frozen under a trained table
+        return q.new_empty(0), _dtable((2 * gate.view(B, T, n_kv_head, 1) * dv).to(table.dtype).view(B * T, -1), idx, table)
     pad = 0 if table is None else gate_columns(n_kv_head)
     width = (n_head + 2 * n_kv_head) * head_dim + pad
     dqkv = q.new_empty((B, T, width))
-    rows = table.new_empty((B * T, n_kv_head * head_dim)) if need_dtable else q.new_empty(0)
+    rows = table.new_empty((B * T, n_kv_head * head_dim)) if need_dtable else None
     dq, dk, dv = map(_adjacent, (dq, dk, dv))
     ROWS, BLOCK, num_warps = tile(head_dim)
     of_q, of_k = _programs(B, T, n_head, n_kv_head, ROWS)
     if of_q:
         with torch.cuda.device_of(q):
             qkv_backward_kernel[(of_q + 2 * of_k,)](
-                dq, dk, dv, q, k, rstd, None if table is None else gate, cos, sin, idx, table, dqkv, rows if need_dtable else None,
-                T, of_q, of_q + of_k, B * T * n_head, *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], width,
+                dq, dk, dv, q, k, rstd, None if table is None else gate, cos, sin, idx, table, dqkv, rows, T, of_q, of_q + of_k,
+                B * T * n_head, *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], width, 0 if table is None else table.shape[0],
                 n_head, n_kv_head, head_dim // 2, ROWS, BLOCK, pad, num_warps=num_warps, num_stages=1,
             )
-    return dqkv, rows
+    return dqkv, q.new_empty(0) if rows is None else _dtable(rows, idx, table)
 
 
 @qkv_backward_op.register_fake
-def _(dq, dk, dv, q, k, rstd, gate, cos, sin, idx, table, need_dtable):
+def _(dq, dk, dv, q, k, rstd, gate, cos, sin, idx, table, need_dqkv, need_dtable):
     B, T, n_head, head_dim = q.shape
     n_kv_head = k.shape[2]
     width = (n_head + 2 * n_kv_head) * head_dim + (0 if table is None else gate_columns(n_kv_head))
-    return q.new_empty((B, T, width)), table.new_empty((B * T, n_kv_head * head_dim)) if need_dtable else q.new_empty(0)
+    return q.new_empty((B, T, width) if need_dqkv else 0), table.new_empty(table.shape) if need_dtable else q.new_empty(0)
 
 
 forbid_double_backward("qkv_norm_rope", qkv_backward_op)
@@ -236,10 +256,9 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, dq, dk, dv, *_):
     q, k, rstd, gate, cos, sin, idx, table = ctx.saved_tensors
-    need_dtable = ctx.needs_input_grad[6]
-    dqkv, rows = qkv_backward_op(dq, dk, dv, q, k, rstd, gate, cos, sin, idx, table, need_dtable)
-    dtable = torch.ops.aten.embedding_dense_backward(rows, idx.reshape(-1), table.shape[0], -1, False) if need_dtable else None
-    return dqkv if ctx.needs_input_grad[0] else None, None, None, None, None, None, dtable, None
+    need_dqkv, *_, need_dtable, _ = ctx.needs_input_grad
+    dqkv, dtable = qkv_backward_op(dq, dk, dv, q, k, rstd, gate, cos, sin, idx, table, need_dqkv, need_dtable)
+    return dqkv if need_dqkv else None, None, None, None, None, None, dtable if need_dtable else None, None
 
 
 qkv_op.register_autograd(_backward, setup_context=_save)
@@ -251,33 +270,32 @@ def qkv_norm_rope(qkv, cos, sin, n_head, n_kv_head, idx=None, table=None, eps=No
     qkv: (B, T, width), float32, float16 or bfloat16, a token's row [q | k | v], with a table [q | k | v | gates | zeros], where the
         gates and zeros take `gate_columns(n_kv_head)` columns.
     cos, sin: (T, head_dim/2) or (1, T, 1, head_dim/2), constants. n_head a multiple of n_kv_head.
-    idx, table: the tokens (B, T) int64 and their embeddings (vocab, n_kv_head·head_dim): v + 2σ(gate)·table[idx], head by head.
+    idx, table: the tokens (B, T) int64 and their embeddings (vocab, n_kv_head·head_dim): v + 2σ(gate)·table[idx], head by head; NaN for
+        a token outside the vocabulary.
     Returns q (B, T, n_head, head_dim) and k, v (B, T, n_kv_head, head_dim), contiguous, of qkv's dtype. Once differentiable in qkv and
     table. ValueError for anything else.
     """
     name = "qkv_norm_rope"
     require_float(name, qkv, cos, sin, table)
-    require_device(name, qkv, cos, sin, table, idx if table is not None else None)
+    require_device(name, qkv, cos, sin, idx, table)
     half = cos.shape[-1]
-    if qkv.ndim != 3 or not 1 <= half <= MAX_HEAD_DIM // 2 or (idx is None and table is not None):
-        raise ValueError(f"{name}: qkv {tuple(qkv.shape)}, cos {tuple(cos.shape)}; need (B, T, width), and idx with a table")
+    if qkv.ndim != 3 or not 1 <= half <= MAX_HEAD_DIM // 2 or (idx is None) != (table is None):
+        needed = f"(B, T, width), head_dim up to {MAX_HEAD_DIM}, idx with table or neither"
+        raise ValueError(f"{name}: qkv {tuple(qkv.shape)}, cos {tuple(cos.shape)}; need {needed}")
     B, T, width = qkv.shape
     for which, rotary in (("cos", cos), ("sin", sin)):
         if rotary.shape not in ((T, half), (1, T, 1, half)) or rotary.requires_grad:
             raise ValueError(f"{name}: {which} of shape {tuple(rotary.shape)}; need a constant ({T}, {half}) or (1, {T}, 1, {half})")
     expected = (n_head + 2 * n_kv_head) * 2 * half + (0 if table is None else gate_columns(n_kv_head))
-    if width != expected or n_kv_head < 1 or n_head % n_kv_head:
+    if n_kv_head < 1 or n_head < 1 or n_head % n_kv_head:
+        raise ValueError(f"{name}: n_head {n_head}, n_kv_head {n_kv_head}; need the first a multiple of the second")
+    if width != expected:
         raise ValueError(f"{name}: rows of {width} for {n_head} and {n_kv_head} heads of {2 * half}; need {expected}")
     if table is not None:
         if table.ndim != 2 or table.shape[1] != n_kv_head * 2 * half or idx.shape != (B, T) or idx.dtype != torch.int64:
-            raise ValueError(
-                f"{name}: table {tuple(table.shape)}, idx {idx.dtype} {tuple(idx.shape)}; need (vocab, {n_kv_head * 2 * half}) and int64 ({B}, {T})"
-            )
-        if gate_columns(n_kv_head) > half:
-            raise ValueError(f"{name}: {n_kv_head} KV heads of {2 * half} with a table; need at least twice as wide heads as gate columns")
+            given = f"table {tuple(table.shape)}, idx {idx.dtype} {tuple(idx.shape)}"
+            raise ValueError(f"{name}: {given}; need (vocab, {n_kv_head * 2 * half}) and int64 ({B}, {T})")
         idx, table = idx.contiguous(), table.contiguous()
-    else:
-        idx = None
     return qkv_op(qkv, cos.contiguous(), sin.contiguous(), n_head, n_kv_head, idx, table, EPS if eps is None else float(eps))[:3]
 
 

@@ -223,6 +223,7 @@ def rms_norm_backward_op(
     dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor | None, eps: float, need_dx: bool, need_dweight: bool, need_y: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dx + dsum, dweight)`, and the norm without weight once more (N ≤ 8,192); what is not needed comes back empty."""
+    assert not need_y or x.shape[-1] <= MAX_TILE_WIDTH, "wider rows are not written once more"
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else None
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_y else None
     dweight = None

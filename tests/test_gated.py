@@ -156,7 +156,8 @@ def test_opcheck(device):
     g, u = g.detach(), u.detach()
     torch.library.opcheck(gated.gated_backward_op, (dy, g, u, "gelu", True, False))
     torch.library.opcheck(gated.gated_chunked_backward_op, (dy[:, :32], g, "gelu"))
-    torch.library.opcheck(gated.relu_squared_backward_op, (dy, g))
+    for saved in ("relu_squared", "relu_squared_from_output"):
+        torch.library.opcheck(gated.relu_squared_backward_op, (dy, g.square(), saved))
 
 
 @pytest.mark.parametrize("name", ALL)
