@@ -67,16 +67,12 @@ def mix_norm_linear(x, x0, resid_lambda, x0_lambda, weight):
     return x, F.linear(norm(x), weight)
 
 
-def add_norm_linear(x, update, weight):
-    """The residual stream after an update, and the product of its norm with `weight`."""
+def add_norm_mlp(x, update, c_fc, c_proj):
+    """The residual stream after an update, and the MLP of its norm."""
     if FUSED:
-        return kernels.add_norm_linear(x, update, weight)
+        return kernels.add_norm_mlp(x, update, c_fc, c_proj)
     x = x + update
-    return x, F.linear(norm(x), weight)
-
-
-def relu_squared(x):
-    return kernels.relu_squared(x) if FUSED else F.relu(x).square()
+    return x, F.linear(F.relu(F.linear(norm(x), c_fc)).square(), c_proj)
 
 
 def apply_rotary(x, cos, sin):
@@ -92,7 +88,7 @@ def qkv_norm_rope(qkv, cos, sin, n_head, n_kv_head, idx, value_embedding):
     gate for each head; without one there are no gates.
     """
     if FUSED:
-        return kernels.qkv_norm_rope(qkv, cos, sin, n_head, n_kv_head, idx, value_embedding)
+        return kernels.qkv_norm_rope(qkv, cos, sin, n_head, n_kv_head, None if value_embedding is None else idx, value_embedding)
     head_dim = 2 * cos.size(-1)
     sizes = [n_head * head_dim, n_kv_head * head_dim, n_kv_head * head_dim]
     q, k, v, gates = qkv.split([*sizes, qkv.size(-1) - sum(sizes)], dim=-1)
@@ -148,8 +144,9 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
 
-    def forward(self, h):  # after c_fc
-        return linear(relu_squared(h), self.c_proj.weight)
+    def forward(self, x, update):
+        """The residual stream with `update`, and this layer's own update."""
+        return add_norm_mlp(x, update, self.c_fc.weight, self.c_proj.weight)
 
 
 class Block(nn.Module):
@@ -160,8 +157,8 @@ class Block(nn.Module):
 
     def forward(self, x, x0, resid_lambda, x0_lambda, idx, value_embedding, cos, sin, attend):
         x, qkv = mix_norm_linear(x, x0, resid_lambda, x0_lambda, self.attn.packed_weight())
-        x, h = add_norm_linear(x, self.attn(qkv, idx, value_embedding, cos, sin, attend), self.mlp.c_fc.weight)
-        return x + self.mlp(h)
+        x, update = self.mlp(x, self.attn(qkv, idx, value_embedding, cos, sin, attend))
+        return x + update
 
 
 class GPT(nn.Module):

@@ -518,7 +518,7 @@ def _(do, q, k, v, o, lse, causal, window, scale, needs_dq, needs_dk, needs_dv):
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, ctx.causal, ctx.window, ctx.scale = inputs
+    q, k, v, ctx.causal, ctx.window, ctx.scale, _ = inputs
     o, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
@@ -528,9 +528,9 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, do, _):
     needs = ctx.needs_input_grad[:3]
     if do is None or not any(needs):
-        return (None,) * 6
+        return (None,) * 7
     grads = _flash_attention_backward(do, *ctx.saved_tensors, ctx.causal, ctx.window, ctx.scale, *needs)
-    return *(grad if needed else None for grad, needed in zip(grads, needs)), None, None, None
+    return *(grad if needed else None for grad, needed in zip(grads, needs)), None, None, None, None
 
 
 def _no_double_backward(ctx, *grads):
