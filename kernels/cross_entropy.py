@@ -501,9 +501,10 @@ def linear_softcap_cross_entropy(x, weight, targets, softcap=15.0, ignore_index=
     Under autocast x and weight enter the products in autocast's dtype, and a float32 weight gets a float32 gradient, summed in
     float32 over the chunks (on ROCm, whose products can't give float32 from bfloat16, each chunk's part is rounded once before).
 
-    Memory beside x, weight and their gradients: CHUNK_BYTES (64 MiB) of logits, or a sixteenth of all logits or CHUNK_ROWS (1024) rows
-    of them where that is more, and the weight's gradient in float32. With "mean" and "sum" the gradients are formed in the forward pass, of those of
-    x and weight that require one; with "none" the backward makes the logits again. Differentiable once. ValueError as there.
+    Memory beside x, weight and their gradients: CHUNK_BYTES (64 MiB) of logits, or a sixteenth of all logits or CHUNK_ROWS (1024)
+    rows of them where that is more, and the weight's gradient in float32. With "mean" and "sum" the gradients are formed in the
+    forward pass, of those of x and weight that require one; with "none" the backward makes the logits again. Differentiable once.
+    ValueError as there.
     """
     name = "linear_softcap_cross_entropy"
     softcap = _checked(name, x, targets, softcap, reduction)
