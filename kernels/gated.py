@@ -279,7 +279,10 @@ def geglu_chunked(x, approximate="none"):
 
 
 def relu_squared(x):
-    """`relu(x)²`. x: any shape and strides, float32, float16 or bfloat16; the result is contiguous."""
+    """`relu(x)²`. x: any shape and strides, float32, float16 or bfloat16; the result is contiguous.
+
+    The backward reads the result (in float16 x): torch refuses it if that was written into.
+    """
     require_float("relu_squared", x)
     require_device("relu_squared", x)
     return relu_squared_op(x)
