@@ -35,7 +35,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
 BOUNDS = {64: {"forward": 43, "backward": 34}, 128: {"forward": 46, "backward": 32}}  # TFLOP/s by head_dim: what a change must keep
-MODULES = ("rms_norm", "gated", "qk_norm_rope", "residual_mix", "attention", "cross_entropy")
+MODULES = ("rms_norm", "gated", "qk_norm_rope", "qkv", "residual_mix", "norm_linear", "attention", "cross_entropy")
 COLUMNS = ("case", "kernels", "instructions", "wmma", "vector_cycles", "lds_cycles", "scratch", "worst", "verdict", "seconds")
 
 
@@ -122,7 +122,7 @@ def cases():
     Widths that are multiples of 16 (strides too, then) run the code with 128-bit accesses, the others that with narrow ones.
     `candidate`: a tuner and which of its configurations to take, if not the first of each.
     """
-    rms_norm, gated, qk_norm_rope, residual_mix, attention, cross_entropy = _modules()
+    rms_norm, gated, qk_norm_rope, qkv, residual_mix, norm_linear, attention, cross_entropy = _modules()
 
     def case(module, name, f, ref, *inputs, differentiable=None, candidate=None):
         differentiable = len(inputs) if differentiable is None else differentiable
@@ -182,6 +182,23 @@ def cases():
                        lambda x, w, t, r=reduction: cross_entropy.linear_softcap_cross_entropy(x, w, t, reduction=r),
                        lambda x, w, t, r=reduction: cross_entropy.linear_softcap_cross_entropy_ref(x, w, t, reduction=r),
                        _randn(5, 24), _randn(vocab, 24), targets, differentiable=2)  # fmt: skip
+    for n_head, n_kv_head, head_dim, residual in ((4, 4, 128, True), (4, 2, 64, True), (4, 2, 64, False), (3, 3, 20, True)):
+        angle, heads = torch.rand(5, head_dim // 2) * 6, (n_head, n_kv_head)
+        tables = angle.cos().bfloat16(), angle.sin().bfloat16()
+        width = (n_head + 2 * n_kv_head) * head_dim + (qkv.gate_columns(n_kv_head) if residual else 0)
+        embedding = [_randn(7, n_kv_head * head_dim)] if residual else []
+        idx = torch.randint(7, (2, 5)) if residual else None
+        yield case(qkv, f"qkv_norm_rope {n_head}/{n_kv_head} heads of {head_dim}{', value residual' if residual else ''}",
+                   lambda x, *e, s=(*tables, *heads, idx): qkv.qkv_norm_rope(x, *s, *e),
+                   lambda x, *e, s=(*tables, *heads, idx): qkv.qkv_norm_rope_ref(x, *s, *e), _randn(2, 5, width), *embedding)  # fmt: skip
+    for width in (300, 304):
+        weight = _randn(24, width, scale=width**-0.5)
+        yield case(norm_linear, f"add_norm_linear 5×{width}", norm_linear.add_norm_linear, norm_linear.add_norm_linear_ref,
+                   _randn(5, width), _randn(5, width), weight)  # fmt: skip
+        yield case(norm_linear, f"residual_mix_norm_linear 5×{width}",  # the lambdas' gradients are residual_mix's, sums that cancel
+                   lambda x, x0, w: norm_linear.residual_mix_norm_linear(x, x0, *lambdas, w),
+                   lambda x, x0, w: norm_linear.residual_mix_norm_linear_ref(x, x0, *lambdas, w),
+                   _randn(5, width), _randn(5, width), weight)  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ from triton.compiler import ASTSource
 
 TARGET = GPUTarget("hip", "gfx1151", 32)
 WIDE_SHARE = 0.75  # of a memory-bound kernel's bytes, in 128-bit accesses
-MODULES = ("rms_norm", "gated", "qk_norm_rope", "residual_mix", "attention", "cross_entropy")
+MODULES = ("rms_norm", "gated", "qk_norm_rope", "qkv", "residual_mix", "attention", "cross_entropy")
 LDS_PER_WORKGROUP, LDS_PER_WGP, VGPRS_PER_SIMD, VGPR_GRANULE, MAX_WAVES = 65536, 131072, 1536, 24, 16
 COLUMNS = ("kernel", "shape", "options", "default", "vgprs", "spills", "scratch", "lds", "waves", "wmma", "load128", "load", "load_wide",
            "store128", "store", "store_wide", "dot2", "vgprs_2gib", "spills_2gib", "broken")  # fmt: skip

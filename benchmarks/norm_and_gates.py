@@ -6,8 +6,9 @@ Prints a table, ratios first, and writes norm_and_gates.csv and norm_and_gates.p
 
 GPU time is that of a CUDA graph of several calls, each on inputs of its own, together larger than any cache, divided by the number of
 calls: no Python, no warm cache. Variants take turns within a round, in a new order each round; medians, with the middle half as spread.
-Before timing, every variant's results are compared with ours. What a call costs in Python is a table of its own at the end.
-"The floor" is Tensor.copy_ of as many bytes as the operation has to read and write, timed in the same turns.
+Before timing, every variant's results are compared with ours. What a call costs in Python is a table of its own at the end, and so is the
+memory that a forward leaves behind for the backward. "The floor" is Tensor.copy_ of as many bytes as the operation has to read and write,
+timed in the same turns; of the two with a product it leaves the product's own time out.
 """
 
 import argparse
@@ -26,7 +27,9 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from kernels.gated import geglu, geglu_ref, relu_squared, relu_squared_ref, swiglu, swiglu_ref
+from kernels.norm_linear import add_norm_linear, residual_mix_norm_linear
 from kernels.qk_norm_rope import qk_norm_rope
+from kernels.qkv import gate_columns, qkv_norm_rope
 from kernels.residual_mix import residual_mix_norm
 from kernels.rms_norm import add_rms_norm, rms_norm
 
@@ -78,6 +81,25 @@ def eager_residual_mix_norm(x, x0, resid_lambda, x0_lambda):
     return mixed, F.rms_norm(mixed, mixed.shape[-1:])
 
 
+def eager_qkv_norm_rope(qkv, table, cos, sin, idx):
+    """As the model does it without a kernel: heads of 128, as many KV heads as query heads, each with a gate for the value residual."""
+    n = table.shape[1] // 128
+    heads, gates = qkv[..., : 3 * n * 128].unflatten(-1, (3 * n, 128)), qkv[..., 3 * n * 128 : 3 * n * 128 + n]
+    q, k, v = heads.split(n, 2)
+    v = v + 2 * torch.sigmoid(gates).unsqueeze(-1) * F.embedding(idx, table).view(v.shape)
+    return *eager_qk_norm_rope(q, k, cos, sin), v
+
+
+def eager_add_norm_linear(x, update, weight):
+    h = x + update
+    return h, F.linear(F.rms_norm(h, h.shape[-1:]), weight)
+
+
+def eager_residual_mix_norm_linear(x, x0, resid_lambda, x0_lambda, weight):
+    mixed, y = eager_residual_mix_norm(x, x0, resid_lambda, x0_lambda)
+    return mixed, F.linear(y, weight)
+
+
 def cases(dtype):
     """(name, shape, make inputs, how many of them want gradients, streams of x's size forward, and backward, {variant: function})"""
 
@@ -117,7 +139,19 @@ def cases(dtype):
     angle = torch.outer(torch.arange(T, device="cuda").float(), 10000 ** (-torch.arange(0, D, 2, device="cuda").float() / D))
     tables = [lambda t=t: t.to(dtype)[None, :, None] for t in (angle.cos(), angle.sin())]
     yield simple("qk_norm_rope", (16, T, 4, D), [rows(16, T, 4, D), rows(16, T, 4, D), *tables], 2, 4, 6, qk_norm_rope, eager_qk_norm_rope)
+    n, vocab = 4, 8192
+    idx, table = lambda: torch.randint(vocab, (16, T), device="cuda"), rows(vocab, n * D)
+    yield simple(  # of x's size: q, k, v written and a row of the table read; back, three gradients, q, k and two rows
+        "qkv_norm_rope", (16, T, 3 * n * D + gate_columns(n)), [rows(16, T, 3 * n * D + gate_columns(n)), table, *tables, idx],
+        2, 7 / 3, 4, lambda qkv, table, cos, sin, idx: qkv_norm_rope(qkv, cos, sin, n, n, idx, table), eager_qkv_norm_rope,
+    )  # fmt: skip
     scalars = [lambda v=v: torch.tensor(v, device="cuda") for v in (0.9, 0.1)]
+    stream, widths = rows(32768, 512), (3 * n * D, 2048)  # an attention layer's packed product after a mix, an MLP's after a sum
+    weights = [lambda out=out: torch.randn(out, 512, device="cuda", dtype=dtype) / 512**0.5 for out in widths]
+    streams = [(5 + out / 512, 6 + 2 * out / 512) for out in widths]
+    yield simple("residual_mix_norm_linear", (32768, 512), [stream, stream, *scalars, weights[0]], 5, *streams[0],
+                 residual_mix_norm_linear, eager_residual_mix_norm_linear)  # fmt: skip
+    yield simple("add_norm_linear", (32768, 512), [stream, stream, weights[1]], 3, *streams[1], add_norm_linear, eager_add_norm_linear)
     for shape in [(32768, 512), (262144, 512)]:
         yield simple(
             "add_rms_norm", shape, [rows(*shape), rows(*shape)], 2, 4, 4, lambda x, r: add_rms_norm(x, r, eps=EPS), eager_add_rms_norm
@@ -180,7 +214,7 @@ def measure(case, backward, rounds):
     torch.manual_seed(0)
     master = [make() for make in makers]
     size = master[0].numel() * master[0].element_size()
-    moved = size * (forward_streams + (backward_streams if backward else 0))
+    moved = int(size * (forward_streams + (backward_streams if backward else 0)))
     sets = max(1, -(-COLD // moved))
     gradients = [torch.randn_like(o) for o in call(variants["ours"], master, None, False)]
 
@@ -208,6 +242,20 @@ def measure(case, backward, rounds):
             if n >= 3:
                 times[v].append(ms)
     return {v: sorted(t) for v, t in times.items()}, moved
+
+
+def kept(case):
+    """{variant: MiB that a forward leaves behind for the backward, results included, inputs not}"""
+    _, _, makers, wanted, _, _, variants = case
+    inputs = [make().requires_grad_(i < wanted) for i, make in enumerate(makers)]
+    megabytes = {}
+    for variant, function in variants.items():
+        function(*inputs)  # compiles
+        before = torch.cuda.memory_allocated()
+        results = function(*inputs)
+        megabytes[variant] = (torch.cuda.memory_allocated() - before) / 2**20
+        del results  # not before it was measured
+    return megabytes
 
 
 def overhead(dtype):
@@ -293,7 +341,16 @@ def main():
                 flush=True,
             )
             del times
+        table[-1] |= {f"{variant}_kept_MiB": megabytes for variant, megabytes in kept(case).items()}
         torch.cuda.empty_cache()
+
+    print(f"\nMemory that a forward leaves behind, results included, MiB{'ours':>12}{'eager':>9}{'compiled':>10}")
+    for row in table:
+        if row["pass"] != "forward":
+            print(
+                f"{row['name']} {row['shape']}".ljust(58)
+                + f"{row['ours_kept_MiB']:12.1f}{row['eager_kept_MiB']:9.1f}{row['compiled_kept_MiB']:10.1f}"
+            )
 
     print(f"\nPython's cost of one eager call, µs {'forward':>22}{'f+b':>9}")
     for name, forward, both in overhead(dtype):

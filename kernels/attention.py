@@ -20,6 +20,9 @@ results are the same bit for bit from run to run. Products accumulate in float32
 A masked score is -inf and the running maximum starts at a large negative but finite number: exp2(-inf - finite) is 0 even
 where the compiler contracts the multiplication by the scale and the subtraction, and even in rows that see no key of their
 first block (a window's edge). Two finite sentinels would leave a difference of rounding errors there, and exp2 of that is inf.
+
+Where scores are known to be small no maximum is needed (`bounded`, FIXED_PEAK: it stays 0). With |S| ≤ 60, exp S lies within 1e±26,
+which leaves float32 room for the sum over any number of keys, and for any v between 1e-11 and 1e11 of size.
 """
 
 import itertools
@@ -573,8 +576,8 @@ def flash_attention(q, k, v, causal=True, window=None, scale=None, bounded=False
 
     `causal`: query i sees keys j ≤ i. `window`: only keys i - window ≤ j ≤ i. Without causal, k and v may have a length of
     their own. `scale` is 1/√head_dim if None. n_head is a multiple of n_kv_head: query head h reads KV head h // (n_head // n_kv_head).
-    `bounded`: no score leaves ±80, as those of normed q and k never do (|q·k| / √head_dim ≤ √head_dim): then no running maximum is kept,
-    which is faster; where it is not true, the result is not finite or zero. In float16 it must be ±10.
+    `bounded`: your word that no score leaves ±60, as those of normed q and k never do (|q·k| / √head_dim ≤ √head_dim): then no running
+    maximum is kept, which is faster. Not far beyond ±60 results are not finite or zero. Has no effect in float16, where eˢ overflows at 11.
     float32, float16 or bfloat16 (under autocast all are cast to its dtype); head_dim a multiple of 8 from 16 to 256.
     Any strides, also a packed qkv's views, as long as head_dim is contiguous; otherwise that tensor is copied.
     Differentiable once in q, k and v. `ValueError` for anything else.
@@ -585,6 +588,7 @@ def flash_attention(q, k, v, causal=True, window=None, scale=None, bounded=False
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     _check(q, k, v, causal, window, scale)
+    bounded = bounded and q.dtype != torch.float16
     return _flash_attention(q, k, v, causal, -1 if window is None else window, scale, bounded)[0]
 
 

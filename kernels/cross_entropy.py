@@ -35,7 +35,7 @@ CHUNK_BYTES = 64 << 20  # logits held at a time by the linear one, or a sixteent
 CHUNK_ROWS = 1024  # …unless either is fewer rows than a matrix product needs to run well
 
 
-def _row_block(vocab):
+def _row_block(vocab, backend=BACKEND):
     """(BLOCK, num_warps) of the kernel that reduces a row.
 
     On AMD a lane holds 16 values (32 of the widest rows), two 128-bit loads of bfloat16: at most 96 of gfx1151's VGPRs, so that 16
@@ -44,7 +44,7 @@ def _row_block(vocab):
     block = triton.next_power_of_2(vocab)
     if block > ONE_BLOCK:
         return SWEEP, SWEEP // 256
-    return block, min(max(block // (512 if BACKEND == "hip" else 1024), 1), 32)
+    return block, min(max(block // (512 if backend == "hip" else 1024), 1), 32)
 
 
 def _backward_block(vocab):
@@ -501,10 +501,9 @@ def linear_softcap_cross_entropy(x, weight, targets, softcap=15.0, ignore_index=
     Under autocast x and weight enter the products in autocast's dtype, and a float32 weight gets a float32 gradient, summed in
     float32 over the chunks (on ROCm, whose products can't give float32 from bfloat16, each chunk's part is rounded once before).
 
-    Memory beside x, weight and their gradients: CHUNK_BYTES (64 MiB) of logits, or a sixteenth of all logits or CHUNK_ROWS (1024)
-    rows of them where that is more, and the weight's gradient in float32. With "mean" and "sum" the gradients are formed in the
-    forward pass, of those of x and weight that require one; with "none" the backward makes the logits again. Differentiable once.
-    ValueError as there.
+    Memory beside x, weight and their gradients: CHUNK_BYTES (64 MiB) of logits, or a sixteenth of all logits or CHUNK_ROWS (1024) rows
+    of them where that is more, and the weight's gradient in float32. With "mean" and "sum" the gradients are formed in the forward pass,
+    of those of x and weight that require one; with "none" the backward makes the logits again. Differentiable once. ValueError as there.
     """
     name = "linear_softcap_cross_entropy"
     softcap = _checked(name, x, targets, softcap, reduction)
@@ -536,7 +535,7 @@ def gfx1151_cases():
         capped = {"SOFTCAP": 15.0}
         common = {"kind": "memory", "shape": f"(rows, {vocab}) {dtype}", "default": True, "wide": vocab > 8192,
                   "multiples_of_16": ("vocab", "stride", "stats_stride", "out_stride")}  # fmt: skip
-        block, num_warps = _row_block(vocab)
+        block, num_warps = _row_block(vocab, "hip")
         for name, grad in (("softcap_cross_entropy", False), ("linear_softcap_cross_entropy, a chunk", True)):
             constexprs = {**capped, "STATS": not grad, "GRAD": grad, "MASKED": vocab % block != 0, "LOOP": vocab > block, "BLOCK": block}
             signature = {**pointers, "losses": "*fp32", **dict.fromkeys(constexprs, "constexpr")}

@@ -279,7 +279,10 @@ def geglu_chunked(x, approximate="none"):
 
 
 def relu_squared(x):
-    """`relu(x)²`. x: any shape and strides, float32, float16 or bfloat16; the result is contiguous."""
+    """`relu(x)²`. x: any shape and strides, float32, float16 or bfloat16; the result is contiguous.
+
+    The backward reads the result (in float16 x): torch refuses it if that was written into.
+    """
     require_float("relu_squared", x)
     require_device("relu_squared", x)
     return relu_squared_op(x)
@@ -316,7 +319,8 @@ def gfx1151_cases():
             absent = {"U": None} if u == "constexpr" else {}
             yield {"name": activation, "kernel": gated_kernel, "constexprs": {**absent, **values}, **common,
                    "signature": {"G": p, "U": u, "Y": p, "n_cols": "i32", "n_blocks": "i32", "stride_g": "i32", "stride_u": "i32", **sizes}}
-            absent = {"U": None, "DU": None} if absent else {}
+            if activation == "relu_squared":
+                absent, values = {"U": None, "DU": None}, {**values, "ACTIVATION": "relu_squared_from_output"}
             yield {"name": activation + "_backward", "kernel": gated_backward_kernel, "constexprs": {**absent, **values}, **common,
                    "signature": {"DY": p, "G": p, "U": u, "DG": p, "DU": u, "n_cols": "i32", "n_blocks": "i32",
                                  **dict.fromkeys(strides, "i32"), **sizes}}

@@ -26,7 +26,7 @@ WEIGHT_GRADIENT = {}  # (out, in) → (a key of FORMS, a BLAS library as torch.b
 
 def _mm_float32(a, b):
     """a @ b in float32. A float32 result of a low-precision product is CUDA's alone; elsewhere it is rounded once before."""
-    if a.is_cuda and not torch.version.hip and a.dtype != torch.float32:
+    if a.is_cuda and not torch.version.hip and a.dtype != torch.float32 and a.numel():
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a, b).float()
 

@@ -2,10 +2,10 @@
 
     h = x + update,   y = relu(norm(h) · fcᵀ)² · projᵀ          (So et al. 2021 for relu²)
 
-Kept for the backward are h and a = relu(…)² alone: the norm is computed again beside its gradient, and relu²'s slope is 2·√a. On NVIDIA
-parts with tensor memory access (Hopper and later) two of its six products are a kernel of this file, which squares, or multiplies by the
-slope, what it has in its registers anyway: the tensors between product and activation are never written or read. Elsewhere the
-products are the BLAS library's, with relu² in a kernel of its own.
+Kept for the backward are h and a = relu(…)² alone: the norm is computed again beside its gradient, and relu²'s slope is 2·√a. On NVIDIA's
+Hopper and its successors in servers, two of the six products are a kernel of this file, if all is bfloat16: it squares, or multiplies by
+the slope, what it has in its registers anyway, so the tensors between product and activation are never written or read. Elsewhere, and
+for operands that its descriptors can't describe, the products are the BLAS library's, with relu² in a kernel of its own.
 """
 
 import functools
@@ -23,11 +23,12 @@ from .gated import _backward as _activation_backward
 from .gated import _forward as _activation_forward
 from .linear import compute_dtype, rows, weight_gradient
 from .norm_linear import EPS, MAX_TILE_WIDTH, add_norm_linear_ref
-from .rms_norm import add_rms_norm_op, rms_norm_backward_op
+from .rms_norm import add_rms_norm_op, rms_norm_backward_op, rms_norm_op
 
 # A program makes tiles of 128 × 256, stored in two halves; the loop over tiles is flattened into that over K, so that the next tile's
 # operands are on their way while this one is stored. The best of those tried on an H200 at K 512.
-BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
+BLOCK_M, BLOCK_N, BLOCK_K, NUM_WARPS, NUM_STAGES = 128, 256, 64, 8, 3
+SHARED_MEMORY = 224 << 10  # bytes a multiprocessor: three stages take 208 KiB of them, and desktop parts of Blackwell have 100
 
 
 @triton.jit
@@ -39,7 +40,7 @@ def _activated(acc, aux, row, col, SLOPE: tl.constexpr):
     return r * r
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "n_programs"])
 def product_kernel(
     a, b, out, aux, M, N, K, n_programs,
     SLOPE: tl.constexpr, TRANSPOSED: tl.constexpr, FLATTEN: tl.constexpr,
@@ -63,23 +64,32 @@ def product_kernel(
 
 
 @functools.lru_cache
-def _has_tensor_memory_access(device):
-    return INTERPRETED or (BACKEND == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9)
+def _programs(device):
+    """How many programs of `product_kernel` run at once on a device: one a multiprocessor, or none where it has no room or no TMA."""
+    if INTERPRETED:
+        return 3
+    if BACKEND != "cuda":
+        return 0
+    part = torch.cuda.get_device_properties(device)
+    return part.multi_processor_count if part.major >= 9 and part.shared_memory_per_multiprocessor >= SHARED_MEMORY else 0
 
 
-def _fusable(*tensors):
-    """Whether `product_kernel` takes these: bfloat16, whole 128-bit rows, at least a tile of each."""
-    return _has_tensor_memory_access(tensors[0].device) and all(
-        t.dtype == torch.bfloat16 and t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 and min(t.shape) >= 64
-        for t in tensors
+def _fusable(left, *others):
+    """Whether `product_kernel` takes these: bfloat16, rows that are multiples of 128 bits, no less than a tile of `left`, (rows, K)."""
+    return (
+        left.dtype == torch.bfloat16
+        and left.shape[0] >= BLOCK_M
+        and _programs(left.device) > 0
+        and all(
+            t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 and min(t.shape) >= BLOCK_K for t in (left, *others)
+        )
     )
 
 
 def _launch(a, b, out, aux, transposed):
     M, K = a.shape
     N = out.shape[1]
-    tiles = triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N)
-    programs = 3 if INTERPRETED else min(tiles, torch.cuda.get_device_properties(a.device).multi_processor_count)
+    programs = min(triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N), _programs(a.device))
     half = [BLOCK_M, BLOCK_N // 2]
     with torch.cuda.device_of(a):
         product_kernel[(programs,)](
@@ -87,7 +97,8 @@ def _launch(a, b, out, aux, transposed):
             TensorDescriptor.from_tensor(b, [BLOCK_N, BLOCK_K] if transposed else [BLOCK_K, BLOCK_N]),
             TensorDescriptor.from_tensor(out, half),
             None if aux is None else TensorDescriptor.from_tensor(aux, half),
-            M, N, K, programs, aux is not None, transposed, not INTERPRETED, BLOCK_M, BLOCK_N, BLOCK_K, num_warps=8, num_stages=3,
+            M, N, K, programs, aux is not None, transposed, not INTERPRETED, BLOCK_M, BLOCK_N, BLOCK_K,
+            num_warps=NUM_WARPS, num_stages=NUM_STAGES,
         )
     return out
 
@@ -95,7 +106,7 @@ def _launch(a, b, out, aux, transposed):
 def _relu_squared_product(normed, fc):
     """relu(normed · fcᵀ)² for normed (rows, N), fc (hidden, N)."""
     out = normed.new_empty((normed.shape[0], fc.shape[0]))
-    if normed.shape[0] >= BLOCK_M and _fusable(normed, fc, out):
+    if _fusable(normed, fc, out):
         return _launch(normed, fc, out, None, transposed=True)
     hidden = torch.mm(normed, fc.t(), out=out)
     return _activation_forward(hidden, None, hidden, "relu_squared")  # in place: each element is read before it is written
@@ -104,7 +115,7 @@ def _relu_squared_product(normed, fc):
 def _slope_product(dy, proj, a):
     """(dy · proj) · 2√a for dy (rows, N), proj (N, hidden), a (rows, hidden)."""
     out = torch.empty_like(a)
-    if dy.shape[0] >= BLOCK_M and _fusable(dy, proj, a, out):
+    if _fusable(dy, proj, a, out):
         return _launch(dy, proj, out, a, transposed=False)
     da = torch.mm(dy, proj, out=out)
     _activation_backward(da, a, None, da, None, "relu_squared_from_output")
@@ -118,7 +129,7 @@ def add_norm_mlp_op(
     """h, y, and a, which the backward needs."""
     h, normed = add_rms_norm_op(x, update, None, eps)
     a = _relu_squared_product(rows(normed).to(dtype), fc.to(dtype).contiguous())
-    return h, torch.mm(a, proj.to(dtype).t()).view(*h.shape[:-1], -1), a
+    return h, torch.mm(a, proj.to(dtype).t()).view(*h.shape[:-1], proj.shape[0]), a
 
 
 @add_norm_mlp_op.register_fake
@@ -132,23 +143,23 @@ def add_norm_mlp_backward_op(
     dy: Tensor, dh: Tensor | None, h: Tensor, a: Tensor, fc: Tensor, proj: Tensor, eps: float,
     need_dh: bool, need_dfc: bool, need_dproj: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What is not needed comes back empty."""
+    """dh, dfc, dproj; what is not needed comes back empty."""
     dy = rows(dy).contiguous()
     dproj = weight_gradient(dy, a, proj.dtype) if need_dproj else proj.new_empty(0)
-    dfc = fc.new_empty(0)
-    if need_dh or need_dfc:
-        dhidden = _slope_product(dy, proj.to(dy.dtype).contiguous(), a)
+    if not (need_dh or need_dfc):
+        return h.new_empty(0), fc.new_empty(0), dproj
+    dhidden = _slope_product(dy, proj.to(dy.dtype).contiguous(), a)
+    if need_dh:
         dnormed = (dhidden @ fc.to(dy.dtype)).to(h.dtype).view(h.shape)
-        dh, _, normed = rms_norm_backward_op(dnormed, dh, h, None, eps, need_dh, False, need_dfc)
-        if need_dfc:
-            dfc = weight_gradient(dhidden, rows(normed).to(dy.dtype), fc.dtype)
-    return dh if need_dh else h.new_empty(0), dfc, dproj
+        dh, _, normed = rms_norm_backward_op(dnormed, dh, h, None, eps, True, False, need_dfc)
+    else:
+        dh, normed = h.new_empty(0), rms_norm_op(h, None, eps)
+    return dh, weight_gradient(dhidden, rows(normed).to(dy.dtype), fc.dtype) if need_dfc else fc.new_empty(0), dproj
 
 
 @add_norm_mlp_backward_op.register_fake
 def _(dy, dh, h, a, fc, proj, eps, need_dh, need_dfc, need_dproj):
-    dh = torch.empty(h.shape, dtype=h.dtype, device=h.device) if need_dh else h.new_empty(0)
-    return dh, *(torch.empty_like(w) if need else w.new_empty(0) for w, need in ((fc, need_dfc), (proj, need_dproj)))
+    return tuple(t.new_empty(t.shape if need else 0) for t, need in ((h, need_dh), (fc, need_dfc), (proj, need_dproj)))
 
 
 forbid_double_backward("add_norm_mlp", add_norm_mlp_backward_op)
@@ -179,15 +190,16 @@ add_norm_mlp_op.register_autograd(_backward, setup_context=_save)
 def add_norm_mlp(x, update, fc, proj, eps=EPS):
     """`h = x + update; return h, relu(rms_norm(h) @ fc.T)² @ proj.T`.
 
-    x, update: (..., N), N ≤ 8,192, one shape, float32 or bfloat16; fc: (hidden, N), proj: (out, hidden), used in the dtype of the
-    products, which is h's or autocast's. Once differentiable in all four. ValueError for anything else; float16 is not taken, because
-    its squares overflow (`add_norm_linear` and `relu_squared` take it).
+    x, update: (..., N), N ≤ 8,192, one shape, float32 or bfloat16; fc: (hidden, N), proj: (out, hidden), of any float dtype, used in that
+    of the products, which is h's or autocast's. Once differentiable in all four. ValueError for anything else, float16 products among
+    it, because their squares overflow (`add_norm_linear` and `relu_squared` take float16).
     """
     name = "add_norm_mlp"
     require_float(name, x, update, fc, proj)
     require_device(name, x, update, fc, proj)
-    if x.shape != update.shape or x.ndim < 2 or not 1 <= x.shape[-1] <= MAX_TILE_WIDTH:
-        raise ValueError(f"{name}: shapes {tuple(x.shape)} and {tuple(update.shape)}; need one shape (..., N), N up to {MAX_TILE_WIDTH}")
+    if x.shape != update.shape or x.ndim == 0 or not 1 <= x.shape[-1] <= MAX_TILE_WIDTH:
+        shapes = f"{tuple(x.shape)} and {tuple(update.shape)}"
+        raise ValueError(f"{name}: shapes {shapes}; need one shape (..., N), N from 1 to {MAX_TILE_WIDTH}")
     if fc.ndim != 2 or proj.ndim != 2 or fc.shape[1] != x.shape[-1] or proj.shape[1] != fc.shape[0]:
         raise ValueError(f"{name}: fc {tuple(fc.shape)}, proj {tuple(proj.shape)}; need (hidden, {x.shape[-1]}) and (out, hidden)")
     dtype = compute_dtype(x.device, torch.promote_types(x.dtype, update.dtype))

@@ -376,12 +376,15 @@ def gfx1151_cases():
                     {**size, **({} if wide else {"ROWS": ROWS})}, {**common, "options": {"num_warps": num_warps, "num_stages": 1}})
                 partial = "*fp32" if weighted else "constexpr"
                 last = {"RSTD": partial} if wide else {"DW": partial, "n_rows": "i32", "n_tiles": "i32", "n_programs": "i32"}
-                signature = {"DY": p, "DS": extra, "X": p, "W": w, "DX": p, **last, "stride_dy": "i32", "stride_ds": "i32",
-                             **ints, **dict.fromkeys(size, "constexpr")}
                 absent = {**({} if weighted else {"W": None, "RSTD" if wide else "DW": None}), **({} if added else {"DS": None})}
-                yield {"name": ("add_rms_norm" if added else "rms_norm") + "_backward",
-                       "kernel": rms_norm_backward_wide_kernel if wide else rms_norm_backward_kernel,
-                       "signature": signature, "constexprs": {**absent, **size}, **common}
+                for again in (False, True) if added and not weighted and not wide else (False,):  # the norm written once more
+                    y = {} if wide else {"Y": p if again else "constexpr"}
+                    signature = {"DY": p, "DS": extra, "X": p, "W": w, "DX": p, **y, **last, "stride_dy": "i32", "stride_ds": "i32",
+                                 **ints, **dict.fromkeys(size, "constexpr")}
+                    yield {"name": "add_norm_linear_backward" if again else ("add_rms_norm" if added else "rms_norm") + "_backward",
+                           "kernel": rms_norm_backward_wide_kernel if wide else rms_norm_backward_kernel,
+                           "signature": signature, "constexprs": {**absent, **({"Y": None} if "constexpr" in y.values() else {}), **size},
+                           **common}
         if wide:
             signature = {"DY": p, "X": p, "RSTD": "*fp32", "DW": "*fp32", "n_rows": "i32", "rows_each": "i32", "stride_dy": "i32",
                          "stride_x": "i32", "N": "constexpr", "BLOCK": "constexpr"}

@@ -21,6 +21,8 @@ KERNELS = {
     "rms_norm": "rms_norm_kernel rms_norm_wide_kernel rms_norm_backward_kernel rms_norm_backward_wide_kernel rms_norm_dweight_wide_kernel",
     "gated": "gated_kernel gated_backward_kernel",
     "qk_norm_rope": "qk_norm_rope_kernel qk_norm_rope_backward_kernel",
+    "qkv": "qkv_kernel qkv_backward_kernel",
+    "norm_linear": "rms_norm_kernel rms_norm_backward_kernel residual_mix_norm_kernel residual_mix_norm_backward_kernel",
     "residual_mix": "residual_mix_norm_kernel residual_mix_norm_backward_kernel",
     "attention": "_forward_kernel _delta_kernel _dkdv_kernel _dq_kernel",
     "cross_entropy": "_row_kernel _backward_kernel _reduce_kernel _scale_kernel",
