@@ -128,7 +128,7 @@ class CausalSelfAttention(nn.Module):
         """One matrix for all that is computed from the layer's normed input; the gates read its first channels."""
         weights = [self.c_q.weight, self.c_k.weight, self.c_v.weight]
         if self.ve_gate is not None:
-            rows = -self.n_kv_head % 8  # a multiple of 8 rows, so that products stay aligned
+            rows = -self.n_kv_head % 16  # a multiple of 16 rows, so that products stay aligned
             weights.append(F.pad(self.ve_gate.weight, (0, self.c_q.in_features - self.ve_gate_channels, 0, rows)))
         return torch.cat(weights)
 

@@ -41,7 +41,8 @@ def clone(folder, **edits):
     source = source.replace(end, "".join(f"\n{name} = {value}" for name, value in edits.items()) + end)
     (folder / "train.py").write_text(source)
     for name in ("prepare.py", "machine.py", "backends.py", "kernels"):
-        (folder / name).write_text((PROJECT / name).read_text())
+        if not (folder / name).exists():
+            (folder / name).symlink_to(PROJECT / name)
     return folder
 
 
