@@ -87,11 +87,14 @@ def cap_shared_memory(device):
     if device.type == "cpu":
         return
     properties = torch.cuda.get_device_properties(device)
-    if not getattr(properties, "is_integrated", False):
+    if not (getattr(properties, "is_integrated", False) or getattr(properties, "gcnArchName", "").startswith("gfx115")):
         return
+    told = positive("GPU_MEMORY_FRACTION", "0.8")
+    if told and told > 1:
+        fail(f"GPU_MEMORY_FRACTION={told:g} is no share of the GPU's memory; use for example 0.8", EXIT_ENVIRONMENT)
     with open("/proc/meminfo") as f:
         available = next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
-    fraction = min(1.0, positive("GPU_MEMORY_FRACTION", "0.8") or max(0.1, (available - 4 * 2**30) / properties.total_memory))
+    fraction = min(1.0, told or max(0.1, (available - 4 * 2**30) / properties.total_memory))
     torch.cuda.set_per_process_memory_fraction(fraction, device)
     limit = fraction * properties.total_memory / 2**30
     print(f"GPU memory is the host's: at most {limit:.1f} GiB are used (GPU_MEMORY_FRACTION={fraction:.2f})")

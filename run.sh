@@ -2,6 +2,7 @@
 # One experiment: sets up what is missing (venv/, torch, packages, data), then trains. Arguments go to train.py, whose exit code this is.
 #
 #   ./run.sh
+#   ./run.sh --doctor          what is wrong with this machine and how to mend it (doctor.py, which takes the arguments after it)
 #
 # Beside what env.sh reads:
 #   AUTORESEARCH_TORCH_INDEX   the package index that torch comes from (a mirror, a nightly)
@@ -169,72 +170,10 @@ mend_interrupted() {
     done < <(find "$VENV"/lib/python3*/site-packages -maxdepth 1 -name '*.dist-info' -newer "$STATE/installing" -print0)
 }
 
-# Triton compiles a launcher in C for each kernel, and torch.compile C++ on a CPU: what is missing would fail in the middle of a run.
-check_toolchain() {
-    local version missing=""
-    version=$("$PYTHON" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
-    command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null ||
-        missing="a C++ compiler is missing ($(_ar_install_with g++ gcc-c++ gcc))"
-    "$PYTHON" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
-        missing+="${missing:+ and }Python.h is missing ($(_ar_install_with "$version-dev" python3-devel python))"
-    [[ -n $missing ]] || return 0
-    [[ $AUTORESEARCH_HARDWARE == none ]] || fail "$missing: torch.compile and Triton need it"
-    say "$missing: train.py runs uncompiled, which is slower"
-}
+# ---- the machine ------------------------------------------------------------------------------------------------------------
 
-# ---- hardware ---------------------------------------------------------------------------------------------------------------
-
-INSTEAD="(or AUTORESEARCH_HARDWARE=none for the demonstration on the CPU)"
-
-# Without torch, at each call.
-check_driver() {
-    local root=${AUTORESEARCH_SYSROOT:-} file
-    case "$AUTORESEARCH_HARDWARE" in
-        nvidia)
-            _ar_has_nvidia "$root" ||
-                fail "the NVIDIA driver is not loaded: nvidia-smi must work; in a container, start it with --gpus all $INSTEAD" ;;
-        gfx1151 | amd)
-            [[ -e $root/dev/kfd ]] ||
-                fail "/dev/kfd is not there, which the AMD GPU needs: load amdgpu; in a container, start it with --device /dev/kfd --device /dev/dri $INSTEAD"
-            for file in "$root"/dev/kfd "$root"/dev/dri/renderD*; do
-                [[ ! -e $file || -r $file && -w $file ]] ||
-                    fail "no permission on ${file#"$root"}: sudo usermod -aG render,video ${USER:-$(id -un)}, then log in again $INSTEAD"
-            done ;;
-    esac
-}
-
-# With torch, once after each installation: it must be built for the hardware, see it, and run a kernel on it.
-check_torch() {
-    local message code=0
-    message=$("$PYTHON" -W ignore - "$AUTORESEARCH_HARDWARE" "${AUTORESEARCH_GFX:-}" 2>&1 <<'PYTHON'
-import sys
-hardware, parts = sys.argv[1:]
-try:
-    import torch
-except Exception as error:
-    sys.exit(f"torch does not import: {error}")
-if hardware == "none":
-    sys.exit()
-maker, build, own = ("NVIDIA", "CUDA", torch.version.cuda) if hardware == "nvidia" else ("AMD", "ROCm", torch.version.hip)
-have = f"torch {torch.__version__}"
-if not own:
-    other = "CUDA" if torch.version.cuda else "ROCm" if torch.version.hip else "CPU"
-    sys.exit(f"the {maker} GPU {parts} cannot be used: venv/ holds {have}, a {other} build: install a {build} build there, or move venv/ away for a new one")
-if not torch.cuda.is_available():
-    mend = "nvidia-smi must work, with a driver that is new enough" if build == "CUDA" else "look at `dmesg | grep -iE 'amdgpu|kfd'` and your groups (render, video)"
-    sys.exit(f"{have} ({build} {own}) does not see the {maker} GPU {parts}: {mend}")
-try:
-    if torch.ones(64, device="cuda").sum().item() != 64:
-        sys.exit(f"{have} computes wrong sums on {torch.cuda.get_device_name(0)}: another driver or torch is needed")
-except Exception as error:
-    mend = f': install "torch[device-{parts.split()[0]}]" from AMD\'s index' if parts else ""
-    sys.exit(f"{have} cannot run a kernel on {torch.cuda.get_device_name(0)} {parts}{mend} ({str(error).splitlines()[0]})")
-PYTHON
-    ) || code=$?
-    message=${message##*$'\n'}
-    ((code < 128)) || message="torch crashed at its first use of the GPU (exit code $code): another driver or torch is needed"
-    ((code == 0)) || fail "$message $INSTEAD"
-}
+# What would make a run fail, freeze or lie ends it here, a line for each. Before installing, what needs torch is left out.
+stop_checks() { child "$PYTHON" "$ROOT/doctor.py" --stop "$@"; }
 
 # ---- the whole --------------------------------------------------------------------------------------------------------------
 
@@ -265,8 +204,6 @@ install_all() {  # [EXTRA], with the lock held
     requirements "${1:-}" >"$STATE/requirements.txt"
     run_pip "the packages" -r "$STATE/requirements.txt"
     _ar_write_constraints
-    check_toolchain
-    [[ ${1:-} == test ]] || check_torch
     state_of "${1:-}" >"$STATE/ready.$$"
     mv "$STATE/ready.$$" "$STATE/ready-${1:-run}"  # last, so that it stands for a whole installation
 }
@@ -276,10 +213,10 @@ prepare_data() {
 }
 
 # Holds the machine awake while this process lives, beside the training and not around it: systemd-inhibit passes on no signals.
-# Where there is no systemd to ask (a container), it ends at once, and so be it.
+# The lid needs a lock of its own. Where there is no systemd to ask (a container), it ends at once, and so be it.
 stay_awake() {
     command -v systemd-inhibit >/dev/null || return 0
-    (setsid systemd-inhibit --what=idle:sleep --who=autoresearch --why="an experiment is running" \
+    (setsid systemd-inhibit --what=idle:sleep:handle-lid-switch --who=autoresearch --why="an experiment is running" \
         tail --pid=$$ -f /dev/null </dev/null >/dev/null 2>&1 &)
 }
 
@@ -298,9 +235,12 @@ avoid_spaces() {
 main() {
     # shellcheck source=env.sh
     source "$ROOT/env.sh" || exit
-    check_driver
+    if [[ ${1:-} == --doctor ]]; then avoid_spaces && exec "$PYTHON" "$ROOT/doctor.py" "${@:2}"; fi
+    choose_torch
+    is_ready || stop_checks --before-install
     install
     avoid_spaces
+    stop_checks
     if [[ $AUTORESEARCH_HARDWARE == none && ${AUTORESEARCH_DATASET:-demo} == demo ]]; then
         say "NO GPU: THIS IS THE DEMONSTRATION, a small model on the CPU. Its numbers show that all parts work; they compare with no GPU's."
     fi

@@ -1,0 +1,256 @@
+"""What can this machine do, and what would a training step take on it?
+
+    python benchmarks/probe.py [copy | gemm | attention | sdpa]
+
+Copy bandwidth; bfloat16 GEMM in the three layouts of a linear layer (forward, gradient of the input, of the weight) on each BLAS
+library; causal attention at the shapes of a run by each of SDPA's backends, forced, and by kernels/, forward and with backward; and from
+these the step on paper. Every number is checked against float32, because wrong ones are reported on some parts. With a part's name it
+prints that part alone, as JSON lines; `sdpa` is the attention part at a small shape, without kernels/.
+
+`python doctor.py --probe` calls it so, a part a process: what crashes or hangs loses only itself. The functions take small sizes on a
+CPU, for tests, and import torch themselves: the rest works where torch does not.
+"""
+
+import contextlib
+import json
+import math
+import os
+import statistics
+import sys
+import time
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+# The training step of the protocol's model: train.py as it comes.
+BATCH, CONTEXT, N_HEAD, HEAD_DIM, N_EMBD, VOCABULARY, WINDOW = 16, 2048, 4, 128, 512, 8192, 1024
+STEP_TOKENS, WINDOWED_LAYERS, FULL_LAYERS = 2**17, 6, 2
+STEP_BYTES = 107e9  # what its elementwise kernels move: 25 ms on an H200 that copies 4.3 TB/s
+LAYOUTS = ("forward", "dgrad", "wgrad")
+
+
+def one_line(error):
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+
+
+def seconds_of(call, device, rounds=5):
+    """The median time of a call, after two that compile and tune. On a GPU three are timed at once, so that launching hides behind them."""
+    import torch
+
+    for _ in range(2):
+        call()
+    times = []
+    for _ in range(rounds):
+        if device == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(3):
+                call()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 3e3)
+        else:
+            begin = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def measure_copy(device, mib=512):
+    """Bytes read and written per second by a copy of one tensor to another."""
+    import torch
+
+    x = torch.zeros(mib * 2**20, dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    return {"what": "copy", "mib": mib, "bytes_per_s": 2 * x.numel() / seconds_of(lambda: y.copy_(x), device)}
+
+
+GEMM_SHAPES = ((4096, 4096, 4096), (BATCH * CONTEXT, 4 * N_EMBD, N_EMBD), (BATCH * CONTEXT, VOCABULARY, N_EMBD))
+
+
+def blas_backends(device):
+    """(what torch calls it, what it is) of each BLAS library; a CPU has one."""
+    import torch
+
+    if device != "cuda":
+        return [("", "CPU")]
+    if torch.version.hip:
+        return [("cublas", "rocBLAS"), ("cublaslt", "hipBLASLt"), ("ck", "CK")]
+    return [("cublas", "cuBLAS"), ("cublaslt", "cuBLASLt")]
+
+
+def measure_layer(device, rows, outputs, inputs):
+    """A bfloat16 linear layer's three products (three layouts): FLOP/s, and the error against float32 in 64 rows of each."""
+    import torch
+
+    torch.manual_seed(0)
+    x, w, dy = (torch.randn(shape, device=device).bfloat16() for shape in ((rows, inputs), (outputs, inputs), (rows, outputs)))
+    calls = {"forward": lambda: x @ w.T, "dgrad": lambda: dy @ w, "wgrad": lambda: dy.T @ x}
+    some = min(64, rows, outputs)
+    exact = x[:some].float() @ w.float().T, dy[:some].float() @ w.float(), dy[:, :some].float().T @ x.float()
+    found = {}
+    for (layout, call), right in zip(calls.items(), exact):
+        error = ((call()[:some].float() - right).norm() / right.norm()).item()
+        found[layout] = {"flops": 2 * rows * outputs * inputs / seconds_of(call, device), "error": error, "right": error < 2e-2}
+    return found
+
+
+def measure_gemm(device, shapes=GEMM_SHAPES):
+    """`measure_layer` for each BLAS library and shape (rows, outputs, inputs)."""
+    import torch
+
+    for key, name in blas_backends(device):
+        for shape in shapes:
+            row = {"what": "gemm", "library": name, "shape": list(shape)}
+            try:
+                if key:
+                    taken = str(torch.backends.cuda.preferred_blas_library(key))
+                    if not taken.lower().endswith(f".{key}"):  # a part that the library does not know
+                        raise RuntimeError(f"torch takes {taken} instead")
+                row |= measure_layer(device, *shape)
+            except Exception as error:
+                row["why"] = one_line(error)
+            yield row
+
+
+def attention_reference(q, k, v, do, window=None):
+    """(o, dq, dk, dv) in float32, a batch row at a time; all (B, T, n_head, head_dim)."""
+    import torch
+
+    T = q.shape[1]
+    distance = torch.arange(T, device=q.device)[:, None] - torch.arange(T, device=q.device)
+    seen = (distance >= 0) & (distance <= (T if window is None else window))
+    parts = []
+    for row in range(q.shape[0]):
+        leaves = [x[row].float().transpose(0, 1).requires_grad_() for x in (q, k, v)]  # (n_head, T, head_dim)
+        scores = (leaves[0] @ leaves[1].mT / q.shape[-1] ** 0.5).masked_fill(~seen, -math.inf)
+        o = scores.softmax(-1) @ leaves[2]
+        gradients = torch.autograd.grad(o, leaves, do[row].float().transpose(0, 1))
+        parts.append([x.detach().transpose(0, 1) for x in (o, *gradients)])
+    return [torch.stack(x) for x in zip(*parts)]
+
+
+def measure_attention(device, shape=(BATCH, CONTEXT, N_HEAD, HEAD_DIM), window=WINDOW, rounds=5, ours=True):
+    """For each of SDPA's backends, forced, for torch's own choice and for kernels/: seconds forward and with backward, and the largest
+    relative error of o, dq, dk, dv against float32. `shape` is (B, T, n_head, head_dim), causal, bfloat16."""
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(shape, device=device).bfloat16() for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def of_torch(name):
+        def call():
+            with sdpa_kernel(getattr(SDPBackend, name)) if name else contextlib.nullcontext():
+                return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves), is_causal=True).transpose(1, 2)
+
+        return call
+
+    def of_ours(w):
+        def call():
+            from kernels.attention import flash_attention
+
+            return flash_attention(*leaves, window=w)
+
+        return call
+
+    variants = [("flash", of_torch("FLASH_ATTENTION"), None), ("efficient", of_torch("EFFICIENT_ATTENTION"), None)]
+    variants += [("cudnn", of_torch("CUDNN_ATTENTION"), None)] if device == "cuda" and not torch.version.hip else []
+    variants += [("math", of_torch("MATH"), None)]
+    variants += [("kernels/", of_ours(None), None), (f"kernels/ window {window}", of_ours(window), window)] if ours else []
+    variants += [("default", of_torch(None), None)]
+    exact = {}
+    for name, forward, w in variants:
+        row = {"what": "attention", "backend": name, "window": w}
+
+        def both(forward=forward):
+            o = forward()
+            return o, *torch.autograd.grad(o, leaves, do)
+
+        try:
+            if w not in exact:
+                exact[w] = attention_reference(q.detach(), k.detach(), v.detach(), do, w)
+            results = both()
+            errors = [((a.detach().float() - b).norm() / b.norm()).item() for a, b in zip(results, exact[w])]
+            row["error"] = max(e if e < 1e9 else 1e9 for e in errors)  # NaN too: it is no JSON
+            row["right"] = row["error"] < 2e-2
+            del results
+            with torch.no_grad():
+                row["forward_s"] = seconds_of(forward, device, rounds)
+            row["both_s"] = seconds_of(both, device, rounds)
+        except Exception as error:
+            row["why"] = one_line(error)
+        if name == "default":
+            with contextlib.suppress(Exception):
+                row["chosen"] = SDPBackend(torch._fused_sdp_choice(*(x.transpose(1, 2) for x in leaves), is_causal=True)).name
+        yield row
+
+
+def step_on_paper(rows, tokens=STEP_TOKENS):
+    """Seconds of one step of the protocol's model from the rows above: each GEMM layout by its best library, attention by its best right
+    backend, elementwise work at the copy bandwidth. A model, not a measurement; None where a part is missing."""
+    shape = list(GEMM_SHAPES[1])
+    rates = {}
+    for layout in LAYOUTS:
+        good = [r[layout]["flops"] for r in rows if r["what"] == "gemm" and r.get("shape") == shape and r.get(layout, {}).get("right")]
+        rates[layout] = max(good, default=0)
+    right = [r for r in rows if r["what"] == "attention" and r.get("right") and "both_s" in r]
+    full = min((r["both_s"] for r in right if r["window"] is None), default=0)
+    windowed = min((r["both_s"] for r in right), default=0)
+    copy = next((r["bytes_per_s"] for r in rows if r["what"] == "copy"), 0)
+    if not (all(rates.values()) and full and copy):
+        return None
+    matrices = 8 * 12 * N_EMBD**2 + VOCABULARY * N_EMBD
+    gemm = sum(2 * matrices * tokens / rate for rate in rates.values())
+    attention = tokens / (BATCH * CONTEXT) * (WINDOWED_LAYERS * windowed + FULL_LAYERS * full)
+    elementwise = STEP_BYTES * tokens / STEP_TOKENS / copy
+    total = gemm + attention + elementwise
+    flops = 6 * matrices * tokens + 12 * N_EMBD * (WINDOWED_LAYERS * WINDOW + FULL_LAYERS * CONTEXT) * tokens
+    found = {"gemm_s": gemm, "attention_s": attention, "elementwise_s": elementwise, "total_s": total}
+    return {"what": "step"} | found | {"tokens_per_s": tokens / total, "flops_per_s": flops / total}
+
+
+PARTS = {"copy": lambda device: [measure_copy(device)], "gemm": measure_gemm, "attention": measure_attention}
+
+
+def words(row):
+    """A row as a line."""
+    if row["what"] == "step":
+        parts = f"GEMM {row['gemm_s']:.3f} + attention {row['attention_s']:.3f} + elementwise {row['elementwise_s']:.3f}"
+        speed = f"{row['tokens_per_s']:,.0f} tokens/s, {row['flops_per_s'] / 1e12:.1f} TFLOP/s"
+        return f"the step on paper (modelled from these): {parts} = {row['total_s']:.3f} s, {speed}"
+    name = " ".join(filter(None, (row["what"], row.get("library"), row.get("backend"))))
+    if "chosen" in row:
+        name += f" ({row['chosen']})"
+    if "why" in row:
+        return f"{name}: not measured, {row['why']}"
+    if row["what"] == "copy":
+        return f"copy: {row['bytes_per_s'] / 1e9:.0f} GB/s"
+    if row["what"] == "gemm":
+        rates = (f"{layout} {row[layout]['flops'] / 1e12:.1f}{'' if row[layout]['right'] else ' WRONG'}" for layout in LAYOUTS)
+        return f"{name} bf16 {' × '.join(map(str, row['shape']))}: {', '.join(rates)} TFLOP/s"
+    times = f"{row['forward_s'] * 1e3:.3f} ms forward, {row['both_s'] * 1e3:.3f} with backward"
+    return f"{name}: {times}, {'right' if row['right'] else 'WRONG'} (error {row['error']:.1e})"
+
+
+def main():
+    part = sys.argv[1] if len(sys.argv) > 1 else None
+    if part not in (None, "sdpa", *PARTS):
+        sys.exit(f"{part!r} is no part: use one of copy, gemm, attention, sdpa, or none for all")
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("no GPU that torch can use: nothing to measure")
+    rows = []
+    for name in [part] if part else PARTS:
+        small = {"shape": (2, 512, N_HEAD, HEAD_DIM), "rounds": 3, "ours": False}
+        for row in measure_attention("cuda", **small) if name == "sdpa" else PARTS[name]("cuda"):
+            print(json.dumps(row) if part else words(row), flush=True)
+            rows.append(row)
+    if not part and (step := step_on_paper(rows)):
+        print(words(step))
+
+
+if __name__ == "__main__":
+    main()
