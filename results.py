@@ -79,8 +79,10 @@ def read(path=None):
     if path.is_dir():
         path = path / "results.tsv"
     rows = [parse_row(fields, columns) for fields, columns in ledger_lines(path)]
-    # A series that was set aside lies in runs/ itself.
-    outcomes, unreadable = read_outcomes(path.parent if path.parent.name == "runs" else path.parent / "runs")
+    folder = path.absolute().parent
+    if folder.name == "runs" and not (folder / "runs").is_dir():  # the ledger of an earlier series, set aside
+        folder = folder.parent
+    outcomes, unreadable = read_outcomes(folder / "runs")
     without_row = join(rows, outcomes)
     for i, row in enumerate(rows, 1):
         row |= {"number": i} | facts(row["run"])
@@ -94,10 +96,8 @@ def read(path=None):
             row["kind"] = "baseline"
     odd = Counter(row["odd"] for row in rows if row["odd"]) + Counter({"outcome.json that can't be read": unreadable})
     frame = pd.DataFrame(rows, columns=["number", *COLUMNS, "kind", "seed", "valid", "odd", "run", *facts(None)])
-    types = {"number": int, "valid": bool} | {
-        name: float for name, value in facts(None).items() if value != value
-    }  # which no row would say
-    frame = frame.astype(types | {"val_bpb": float, "memory_gb": float})
+    numbers = {name: float for name, value in facts(None).items() if value != value} | {"val_bpb": float, "memory_gb": float}
+    frame = frame.astype(numbers | {"number": int, "valid": bool})  # which an empty frame does not know by itself
     return Night(path, with_progress(frame), without_row, odd)
 
 
@@ -124,7 +124,7 @@ def parse_row(fields, columns):
     row["commit"], row["status"] = row["commit"].lower(), row["status"].lower()
     row["val_bpb"], row["memory_gb"] = number(row["val_bpb"]), number(row["memory_gb"])
     row["valid"] = row["status"] in ("keep", "discard") and 0 < row["val_bpb"] <= HIGHEST
-    noise = re.match(r"noise: seed (\d+)", row["description"], re.I)
+    noise = re.match(r"noise: seed (\d{1,18}) of ", row["description"])
     row["kind"], row["seed"] = ("noise", int(noise[1])) if noise else ("try", None)
     if len(fields) < len(columns):
         row["odd"] = "fewer columns than the header"
@@ -408,22 +408,7 @@ def plain(value):
 
 def as_json(night):
     """The summary and every row, as text."""
-    computed = [
-        "kind",
-        "seed",
-        "valid",
-        "odd",
-        "best",
-        "gain",
-        "state",
-        "reason",
-        "started",
-        "total",
-        "num_steps",
-        "mfu_percent",
-        "tok_per_sec",
-    ]
-    rows = night.rows[["number", *COLUMNS, *computed]].assign(run=[run and os.path.basename(run["folder"]) for run in night.rows["run"]])
+    rows = night.rows.assign(run=[run and os.path.basename(run["folder"]) for run in night.rows["run"]])
     everything = night.summary | {"experiments": plain(records(rows.astype(object)))}
     return json.dumps(everything, ensure_ascii=False, allow_nan=False, indent=1)
 
@@ -619,9 +604,8 @@ def overview(night):
     notes += [f"Odd rows: {listed(s['odd'])}."] if s["odd"] else []
     notes += [f"Runs without a row: {listed(s['without_row'])}."] if s["without_row"] else []
     if len(s["fingerprints"]) > 1:
-        notes += [
-            f"WARNING: the runs have {len(s['fingerprints'])} fingerprints ({', '.join(s['fingerprints'])}): their numbers do not compare."
-        ]
+        prints = f"{len(s['fingerprints'])} fingerprints ({', '.join(s['fingerprints'])})"
+        notes += [f"WARNING: the runs have {prints}: their numbers do not compare."]
     ran = [*s["devices"], *s["datasets"], *(f"fingerprint {text}" for text in s["fingerprints"])]
     notes += [f"Ran on {', '.join(ran)}."] if ran else []
     e = html.escape
@@ -638,17 +622,14 @@ def kept_table(night):
     columns = {"#": fixed("number", 0), "val_bpb": fixed("val_bpb"), "gain": fixed("gain", sign=True)}
     if night.summary["noise_floor"]:
         columns |= {"in noise floors": fixed("floors", 1), "by luck": fixed("luck", 6)}
-    return as_html(records(keeps(night)), columns | {"GB": fixed("memory_gb", 1), IDEA: escaped("description")}, IDEA)
+    return as_html(records(keeps(night)), columns | {"GB": fixed("memory_gb", 1), IDEA: escaped("description")}, [IDEA])
 
 
 def ideas_table(night):
     columns = {"kind of idea": escaped("idea"), "tries": fixed("tries", 0), "kept": fixed("keep", 0), "crashed": fixed("crash", 0)}
-    columns |= {
-        "rate": lambda row: f"{100 * row['rate']:.0f} %",
-        "gain in all": lambda row: fixed("gain", sign=True)(row) if row["gain"] else "",
-        "best gain": fixed("best", sign=True),
-    }
-    return as_html(records(ideas(night)), columns, "kind of idea")
+    gain = lambda row: fixed("gain", sign=True)(row) if row["gain"] else ""
+    columns |= {"rate": lambda row: f"{100 * row['rate']:.0f} %", "gain in all": gain, "best gain": fixed("best", sign=True)}
+    return as_html(records(ideas(night)), columns, ["kind of idea"])
 
 
 def experiments_table(night):
@@ -660,7 +641,7 @@ def experiments_table(night):
     columns |= {"to the best": fixed("change", sign=True), "GB": lambda row: fixed("memory_gb", 1)(row) if row["memory_gb"] else ""}
     columns |= {"steps": fixed("num_steps", 0)} if rows["num_steps"].notna().any() else {}
     columns |= {"status": lambda row: "◇ noise" if row["kind"] == "noise" else marks.get(row["status"], row["status"] or "?")}
-    return as_html(records(rows), columns | {IDEA: fold}, IDEA)
+    return as_html(records(rows), columns | {IDEA: fold}, [IDEA])
 
 
 def fold(row):
@@ -697,7 +678,7 @@ WIDTH, DPI = 8.0, 200  # inches and dots an inch: drawn 1,600 pixels wide, to be
 
 
 def drawn(draw):
-    """A function that draws, with this file's look whatever the user's matplotlib is set to."""
+    """Draw with this file's look, whatever the user's matplotlib is set to."""
 
     @functools.wraps(draw)
     def with_look(*args):
@@ -756,15 +737,10 @@ def draw_progress(night):
         title += f" ({signed(-100 * s['gain'] / s['baseline']['val_bpb'], 2)} %)" if s["gain"] else ""
     else:
         title += "no valid result yet" if n else "no experiment yet"
-    words = [
-        count(n, "experiment") + (f" in {duration(s['hours']['wall'])}" if s["hours"] else ""),
-        f"{s['keep']} kept",
-        f"{s['crash']} crashed",
-    ]
+    words = [count(n, "experiment") + (f" in {duration(s['hours']['wall'])}" if s["hours"] else "")]
+    words += [f"{s['keep']} kept", f"{s['crash']} crashed"]
     words += [f"noise floor {s['noise_floor']:.4f}"] if s["noise_floor"] is not None else []
-    figure, (axes,) = card(
-        4.7, cut(title, 70), " · ".join([*words, *([cut(", ".join(s["devices"]), 36)] if s["devices"] else [])]) if n else ""
-    )
+    figure, (axes,) = card(4.7, cut(title, 60), cut(" · ".join(words + s["devices"]), 98) if n else "")
     if not len(valid):
         empty(axes, "lower is better; there is nothing to show yet")
         return figure
@@ -881,13 +857,7 @@ def draw_hours(night):
     if not time:
         empty(axes, "")
         return figure
-    names = {
-        "training": "training",
-        "evaluation": "evaluation",
-        "startup": "start-up",
-        "other": "rest of the runs",
-        "between": "between runs",
-    }
+    names = {"training": "training", "evaluation": "evaluation", "startup": "start-up", "other": "rest of runs", "between": "between runs"}
     values = [time[name] for name in names]
     axes.barh(range(5), values, color=[BLUE, SKY, YELLOW, FAINT, "#c3c9d0"], height=0.62)
     axes.set(yticks=range(5), yticklabels=names.values(), xticks=[], xlim=(0, 1.25 * max(values)), ylim=(4.5, -0.5))
@@ -987,7 +957,7 @@ def compare_table(nights):
         "noise floor": fixed("noise_floor"),
         "an hour": fixed("experiments_per_hour", 1),
     }
-    return as_html(rows, columns | {"best idea": escaped("description")}, ("night", "best idea")) + paragraph(comparable(nights)[1])
+    return as_html(rows, columns | {"best idea": escaped("description")}, ["night", "best idea"]) + paragraph(comparable(nights)[1])
 
 
 @drawn
@@ -1017,6 +987,7 @@ def draw_compare(nights):
 # ---------------------------------------------------------------------------
 
 
+@drawn
 def png(figure):
     """The figure as the bytes of a PNG."""
     data = io.BytesIO()
@@ -1075,14 +1046,21 @@ img {{ display: block; width: 100%; min-width: 560px; height: auto; margin: .4re
 
 
 def executed_notebook(path):
-    """analysis.ipynb, executed over the ledger at `path`."""
+    """analysis.ipynb, executed over the ledger at `path`; ends the program with what its cell says if one fails."""
+    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # this Python's kernel, whatever the user's own folder calls python3
     import nbformat
     from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
 
     notebook = nbformat.read(HERE / "analysis.ipynb", as_version=4)
     more = ["--log-level=ERROR"]  # not the warning that it talks over loopback in plain text, which it does for seconds
     client = NotebookClient(notebook, timeout=600, kernel_name="python3", extra_arguments=more, resources={"metadata": {"path": str(HERE)}})
-    return client.execute(env=os.environ | {"AUTORESEARCH_RESULTS": str(path.resolve())})
+    try:
+        return client.execute(env=os.environ | {"AUTORESEARCH_RESULTS": str(path.resolve())})
+    except CellExecutionError as e:
+        sys.exit(f"FAIL: analysis.ipynb: {e.ename}: {e.evalue}")
+    except RuntimeError as e:
+        sys.exit(f"FAIL: analysis.ipynb: {e}")
 
 
 def page(notebook, title):

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 
+import nbformat
 import numpy as np
 import pytest
 from conftest import PROJECT
@@ -121,7 +122,7 @@ cell = st.one_of(
 line = st.lists(cell, max_size=7).map("\t".join)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     content=st.one_of(
         st.binary(max_size=200), st.lists(line, max_size=8).map(lambda lines: (HEADER + "\n".join(lines)).encode("utf-8", "replace"))
@@ -312,7 +313,8 @@ def test_readable_in_both_schemes_and_for_the_colour_blind(tmp_path):
 def test_command(tmp_path):
     """A picture and one line, whatever the user's matplotlib and terminal are set to; --json writes nothing."""
     path = write_night(tmp_path / "night", 12)
-    (tmp_path / "matplotlibrc").write_text("text.usetex: True\nfigure.facecolor: red\nbackend: TkAgg\n")
+    path.write_text(path.read_text(encoding="utf-8").replace("\tbaseline", "\t基线 🚀 $a_{b"), encoding="utf-8")
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\nfigure.facecolor: red\nsavefig.bbox: tight\nbackend: TkAgg\n")
     done = call(path, MATPLOTLIBRC=str(tmp_path), LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", DISPLAY="")
     assert (
         (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("12 experiments in 2.4 h: ") and done.stdout.count("\n") == 1
@@ -340,7 +342,11 @@ def test_command_fails_in_one_line(tmp_path):
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
-    done = call(write_night(folder, 20), "--page")
+    other = tmp_path_factory.mktemp("jupyter")  # with a kernel python3 that is not this Python's
+    (other / "kernels" / "python3").mkdir(parents=True)
+    spec = {"argv": ["/bin/false", "{connection_file}"], "display_name": "other", "language": "python"}
+    (other / "kernels" / "python3" / "kernel.json").write_text(json.dumps(spec))
+    done = call(write_night(folder, 20), "--page", JUPYTER_DATA_DIR=str(other), JUPYTER_PREFER_ENV_PATH="0")
     assert done.returncode == 0 and done.stdout.startswith(f"{folder}/results.html: 20 experiments"), done.stderr
     return folder / "results.html"
 
@@ -353,6 +359,16 @@ def test_page_stands_alone(page):
     assert loaded and all(address.startswith("data:image/png;base64,") for address in loaded) and "@import" not in text
     assert text.count("<details>") == 20 and text.count('<pre class="diff">') == 20 and "&lt;b&gt;softcap&lt;/b&gt;" in text
     assert len(re.findall("<img[^>]* alt=.[^\"']{10}", text)) == len(loaded) == 5
+
+
+@pytest.mark.parametrize(("cell", "words"), [("1 / 0", "ZeroDivisionError: division by zero"), ("import os; os._exit(1)", "Kernel died")])
+def test_page_of_a_notebook_that_fails(tmp_path, cell, words):
+    """Somebody's own notebook is at fault: one line says why, and there is no half a page."""
+    shutil.copy(PROJECT / "results.py", tmp_path)
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)]), tmp_path / "analysis.ipynb")
+    done = subprocess.run([sys.executable, "results.py", "--page"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and not (tmp_path / "results.html").exists()
+    assert done.stderr.startswith("FAIL: analysis.ipynb: ") and words in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.browser
