@@ -31,6 +31,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 HERE = Path(__file__).resolve().parent
@@ -793,9 +794,9 @@ RISES = (0, -12, 12, -24, 24, -38, 38, -54, 54, -72, 72, -95)  # pixels, of labe
 
 
 def place_labels(axes, texts, line, points):
-    """Write (x, y, words) near their points, the first first, where they cover no other label, line or edge; leave out the others.
+    """Write (x, y, words) near their points, the first first, where they cover no other label, line or edge and few points; or not at all.
 
-    line: corners (n, 2) of a line that stays free; points (n, 2): better not covered. Returns the labels' boxes in pixels.
+    line: corners (n, 2) of the line that stays free; points (n, 2).
     """
     axes.figure.draw_without_rendering()
     px, frame, place = DPI / 100, axes.get_window_extent(), axes.transData.transform
@@ -813,7 +814,11 @@ def place_labels(axes, texts, line, points):
             leader = along(np.array([point, start]), 4 * px)[2:]
             if box[0] < frame.x0 or box[2] > frame.x1 or box[1] < frame.y0 + 16 * px or box[3] > frame.y1 or covered(line, box):
                 continue
-            if any(overlap(box, other) or covered(leader, other) for other in boxes) or any(covered(other, box) for other in leaders):
+            if (
+                covered(points, box) > 3
+                or any(overlap(box, other) or covered(leader, other) for other in boxes)
+                or any(covered(other, box) for other in leaders)
+            ):
                 continue
             crossings = sum(covered(line, (*(p - 2 * px), *(p + 2 * px))) > 0 for p in leader[2:])
             options.append((3 * covered(points, box) + 4 * crossings + (abs(rise) + push) / 8, side, rise, push, box, leader))
@@ -824,8 +829,10 @@ def place_labels(axes, texts, line, points):
             arrow = dict(arrowstyle="-", color=FAINT, linewidth=0.7, shrinkA=0, shrinkB=3, relpos=(side < 0, 0.5))
             offset = dict(xytext=(0.72 * side * push, 0.72 * rise), textcoords="offset points")  # 100 px are 72 points
             align = dict(ha="right" if side < 0 else "left", va="center")
-            axes.annotate(words, (x, y), fontsize=8.8, zorder=6, **offset, **align, arrowprops=arrow if abs(rise) + push > 20 else None)
-    return boxes
+            text = axes.annotate(
+                words, (x, y), fontsize=8.8, zorder=6, **offset, **align, arrowprops=arrow if abs(rise) + push > 20 else None
+            )
+            text.set_path_effects([withStroke(linewidth=2, foreground=CARD)])
 
 
 def stairs(points):
@@ -884,12 +891,14 @@ def draw_memory(night):
     kept = rows["status"] == "keep"
     low, high = rows["val_bpb"].min(), max([rows["val_bpb"].quantile(0.75), *rows["val_bpb"][kept]])
     span = max(high - low, 1e-3)
-    rings(axes, rows["memory_gb"][~kept], rows["val_bpb"][~kept])
-    dots(axes, rows["memory_gb"][kept], rows["val_bpb"][kept])
+    size, top = float(np.clip(3000 / len(rows), 6, 18)), high + 0.15 * span
+    for which, marker in ((rows["val_bpb"] <= top, "o"), (rows["val_bpb"] > top, "^")):  # what is far off is shown at the edge
+        rings(axes, rows["memory_gb"][~kept & which], rows["val_bpb"][~kept & which].clip(upper=top - 0.03 * span), size, marker=marker)
+    dots(axes, rows["memory_gb"][kept], rows["val_bpb"][kept], 1.3 * size)
     corners = front[["memory_gb", "val_bpb"]].to_numpy(float)
     axes.step(*corners.T, where="post", color=GREEN, linewidth=1.4, zorder=3)
     axes.margins(x=0.08)
-    axes.set(xlabel="peak memory (GB)", ylim=(low - 0.25 * span, high + 0.15 * span))
+    axes.set(xlabel="peak memory (GB)", ylim=(low - 0.25 * span, top))
     above(axes, "val_bpb, lower is better")
     axes.yaxis.set_major_locator(MaxNLocator(5))
     texts = [(row["memory_gb"], row["val_bpb"], f"#{row['number']}  {cut(row['description'], 30)}") for row in records(front[::-1])]
