@@ -31,7 +31,6 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
-from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 HERE = Path(__file__).resolve().parent
@@ -807,7 +806,7 @@ def place_labels(axes, texts, line, points):
         width, height = ruler.get_window_extent().size
         ruler.remove()
         point, options = place((x, y)), []
-        for side, rise, push in itertools.product((-1, 1), RISES, (8, 22, 48)):
+        for side, rise, push in itertools.product((-1, 1), RISES, (10, 22, 48)):
             start = point + (side * push * px, rise * px)  # where the text begins, on the left where it ends
             left, middle = start[0] - (width if side < 0 else 0), start[1]
             box = (left - 3 * px, middle - height / 2 - px, left + width + 3 * px, middle + height / 2 + px)
@@ -829,10 +828,7 @@ def place_labels(axes, texts, line, points):
             arrow = dict(arrowstyle="-", color=FAINT, linewidth=0.7, shrinkA=0, shrinkB=3, relpos=(side < 0, 0.5))
             offset = dict(xytext=(0.72 * side * push, 0.72 * rise), textcoords="offset points")  # 100 px are 72 points
             align = dict(ha="right" if side < 0 else "left", va="center")
-            text = axes.annotate(
-                words, (x, y), fontsize=8.8, zorder=6, **offset, **align, arrowprops=arrow if abs(rise) + push > 20 else None
-            )
-            text.set_path_effects([withStroke(linewidth=2, foreground=CARD)])
+            axes.annotate(words, (x, y), fontsize=8.8, zorder=6, **offset, **align, arrowprops=arrow if abs(rise) + push > 22 else None)
 
 
 def stairs(points):
