@@ -3,7 +3,7 @@
     python benchmarks/results.py [--rows 10000] [--rounds 5] [--out DIR]
 
 It writes a ledger of drawn rows to a temporary folder, without and with an outcome.json for each of them, and prints the medians over the
-rounds, in seconds. It writes results.csv (--out).
+rounds, in seconds of the clock and of a core. It writes results.csv (--out).
 """
 
 import argparse
@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -56,9 +57,11 @@ def write_series(folder, count):
 
 
 def seconds(ledger):
-    start = time.perf_counter()
+    """(by the clock, of processor time) of one call."""
+    start, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, str(HERE.parent / "results.py"), str(ledger)], check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - start
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.perf_counter() - start, now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
 
 
 def main():
@@ -73,13 +76,14 @@ def main():
         without.mkdir()
         write_series(with_runs, args.rows)
         os.link(with_runs / "results.tsv", without / "results.tsv")
-        times = [(seconds(without / "results.tsv"), seconds(with_runs / "results.tsv")) for _ in range(args.rounds)]
-    table = [(args.rows, runs, f"{statistics.median(column):.2f}") for runs, column in zip(("no", "yes"), zip(*times))]
+        folders = {"no": without, "yes": with_runs}
+        times = [[seconds(folder / "results.tsv") for folder in folders.values()] for _ in range(args.rounds)]  # in turns
+    medians = {runs: [f"{statistics.median(values):.2f}" for values in zip(*column)] for runs, column in zip(folders, zip(*times))}
     print(f"results.py, Python {platform.python_version()}, medians of {args.rounds} rounds")
     with open(args.out / "results.csv", "w", newline="") as f:
-        csv.writer(f).writerows([("rows", "runs", "seconds"), *table])
-    for rows, runs, median in table:
-        print(f"{rows:>8,} rows, {'with' if runs == 'yes' else 'without'} runs/: {median} s")
+        csv.writer(f).writerows([("rows", "runs", "seconds", "cpu_seconds"), *((args.rows, runs, *both) for runs, both in medians.items())])
+    for runs, (clock, cpu) in medians.items():
+        print(f"{args.rows:,} rows, {'with' if runs == 'yes' else 'without'} runs/: {clock} s, {cpu} s of a core")
 
 
 if __name__ == "__main__":
