@@ -1,6 +1,7 @@
 """Shared by all tests: a cache of their own, the demonstration as the dataset, and the switch between interpreter and GPU for kernels."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ os.environ["AUTORESEARCH_CACHE"] = CACHE.name  # never the user's own
 os.environ["AUTORESEARCH_DATASET"] = "demo"
 for name in (
     "AUTORESEARCH_HARDWARE",
+    "AUTORESEARCH_RESULTS",
     "AUTORESEARCH_TIME_BUDGET",
     "AUTORESEARCH_SEED",
     "HF_ENDPOINT",
@@ -57,6 +59,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if item.get_closest_marker("emulator") and not os.environ.get("TINYGRAD_PATH"):
             item.add_marker(pytest.mark.skip(reason="needs TINYGRAD_PATH, a clone of tinygrad"))
+        if item.get_closest_marker("browser") and not (shutil.which("chromium") and shutil.which("chromedriver")):
+            item.add_marker(pytest.mark.skip(reason="needs a browser: apt-get install chromium chromium-driver"))
 
 
 # CI repeats the same examples, so that a failure there is of the change; elsewhere every run draws new ones.
