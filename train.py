@@ -19,12 +19,17 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+import backends
 import machine
 import prepare
 from machine import fail
 from prepare import EVAL_TOKENS, MAX_SEQ_LEN, TIME_BUDGET, DataError, NoResult, Tokenizer, evaluate_bpb, make_dataloader
+
+try:
+    import kernels  # this project's, see kernels/README.md
+except ImportError:  # a bare CPU, without Triton
+    kernels = None
 
 # ---------------------------------------------------------------------------
 # Model
@@ -42,12 +47,32 @@ class GPTConfig:
     window_pattern: str = "SSSL"  # a letter for each layer, repeated: L sees the whole context, S half of it
 
 
+# Each step of the layer that has a fused kernel is a function of its own here, with the same mathematics in plain PyTorch beside it. Edit
+# either, or call something else in the layer below: nothing depends on the fused one.
+
+
 def norm(x):
-    return F.rms_norm(x, (x.size(-1),))
+    return kernels.rms_norm(x, eps=torch.finfo(torch.float32).eps) if FUSED else F.rms_norm(x, (x.size(-1),))
 
 
-def has_value_embedding(layer, n_layer):
-    return layer % 2 == (n_layer - 1) % 2
+def linear(x, weight):
+    return kernels.linear(x, weight) if FUSED else F.linear(x, weight)
+
+
+def mix_norm_linear(x, x0, resid_lambda, x0_lambda, weight):
+    """The residual stream with a share of the embedding x0 (x, x0: (B, T, n_embd)), and the product of its norm with `weight`."""
+    if FUSED:
+        return kernels.residual_mix_norm_linear(x, x0, resid_lambda, x0_lambda, weight)
+    x = resid_lambda * x + x0_lambda * x0
+    return x, F.linear(norm(x), weight)
+
+
+def add_norm_mlp(x, update, c_fc, c_proj):
+    """The residual stream after an update, and the MLP of its norm."""
+    if FUSED:
+        return kernels.add_norm_mlp(x, update, c_fc, c_proj)
+    x = x + update
+    return x, F.linear(F.relu(F.linear(norm(x), c_fc)).square(), c_proj)
 
 
 def apply_rotary(x, cos, sin):
@@ -56,36 +81,35 @@ def apply_rotary(x, cos, sin):
     return torch.cat([x1 * cos + x2 * sin, x1 * -sin + x2 * cos], dim=-1)
 
 
-def causal_mask(window, T, device):
-    """What `attention` needs to restrict a layer to (window, 0): query i sees keys i - window … i. None where causality alone does it."""
-    if window >= T - 1 or ATTENTION == "full":
-        return None
+def qkv_norm_rope(qkv, cos, sin, n_head, n_kv_head, idx, value_embedding):
+    """q (B, T, n_head, head_dim), k and v (B, T, n_kv_head, head_dim) from a packed row for each token: [q | k | v | gates | zeros].
 
-    def seen(b, h, q, k):
-        return (k <= q) & (q - k <= window)
-
-    if device.type == "cuda":
-        return create_block_mask(seen, None, None, T, T, device=device)
-    position = torch.arange(T, device=device)
-    return seen(None, None, position[:, None], position[None, :])
-
-
-def attention(q, k, v, mask):
-    """softmax(q kᵀ / √head_dim) v for q (B, T, n_head, head_dim), k and v (B, T, n_kv_head, head_dim); returns q's shape."""
-    grouped = q.size(2) != k.size(2)  # each KV head serves several query heads, and is not copied for them
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if mask is None:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    elif isinstance(mask, torch.Tensor):
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
-    else:
-        y = flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
-    return y.transpose(1, 2)
+    q and k are rotated and normed. Where there is a value embedding (vocab_size, n_kv_head * head_dim), v gets the token's own, times a
+    gate for each head; without one there are no gates.
+    """
+    if FUSED:
+        return kernels.qkv_norm_rope(qkv, cos, sin, n_head, n_kv_head, None if value_embedding is None else idx, value_embedding)
+    head_dim = 2 * cos.size(-1)
+    sizes = [n_head * head_dim, n_kv_head * head_dim, n_kv_head * head_dim]
+    q, k, v, gates = qkv.split([*sizes, qkv.size(-1) - sum(sizes)], dim=-1)
+    q, k, v = (x.unflatten(-1, (-1, head_dim)) for x in (q, k, v))
+    if value_embedding is not None:
+        gates = 2 * torch.sigmoid(gates[..., :n_kv_head])  # 1 at init
+        v = v + gates.unsqueeze(-1) * F.embedding(idx, value_embedding).view(v.shape)
+    return norm(apply_rotary(q, cos, sin)), norm(apply_rotary(k, cos, sin)), v
 
 
-def attention_name(mask):
-    """What `attention` runs with this mask, in words."""
-    return "SDPA" if mask is None else "SDPA with a mask" if isinstance(mask, torch.Tensor) else "FlexAttention"
+def cross_entropy(x, weight, targets, softcap, reduction):
+    """Cross entropy of the soft-capped logits `softcap * tanh(x weightᵀ / softcap)`; targets of -1 are left out."""
+    if FUSED:
+        return kernels.linear_softcap_cross_entropy(x, weight, targets, softcap, ignore_index=-1, reduction=reduction)
+    logits = softcap * torch.tanh(F.linear(x, weight).float() / softcap)
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
+    return losses.view(targets.shape) if reduction == "none" else losses
+
+
+def has_value_embedding(layer, n_layer):
+    return layer % 2 == (n_layer - 1) % 2
 
 
 class CausalSelfAttention(nn.Module):
@@ -100,17 +124,18 @@ class CausalSelfAttention(nn.Module):
         self.ve_gate_channels = 32
         self.ve_gate = nn.Linear(self.ve_gate_channels, self.n_kv_head, bias=False) if has_value_embedding(layer, config.n_layer) else None
 
-    def forward(self, x, ve, cos, sin, mask):
-        B, T, C = x.shape
-        q = self.c_q(x).view(B, T, self.n_head, self.head_dim)
-        k = self.c_k(x).view(B, T, self.n_kv_head, self.head_dim)
-        v = self.c_v(x).view(B, T, self.n_kv_head, self.head_dim)
-        if ve is not None:  # value residual: a gate for each head mixes in an embedding of the token itself
-            gate = 2 * torch.sigmoid(self.ve_gate(x[..., : self.ve_gate_channels]))  # (B, T, n_kv_head), 1 at init
-            v = v + gate.unsqueeze(-1) * ve.view(B, T, self.n_kv_head, self.head_dim)
-        q, k = norm(apply_rotary(q, cos, sin)), norm(apply_rotary(k, cos, sin))
-        y = attention(q, k, v, mask)
-        return self.c_proj(y.reshape(B, T, C))
+    def packed_weight(self):
+        """One matrix for all that is computed from the layer's normed input; the gates read its first channels."""
+        weights = [self.c_q.weight, self.c_k.weight, self.c_v.weight]
+        if self.ve_gate is not None:
+            rows = -self.n_kv_head % 16  # a multiple of 16 rows, so that products stay aligned
+            weights.append(F.pad(self.ve_gate.weight, (0, self.c_q.in_features - self.ve_gate_channels, 0, rows)))
+        return torch.cat(weights)
+
+    def forward(self, qkv, idx, value_embedding, cos, sin, attend):
+        q, k, v = qkv_norm_rope(qkv, cos, sin, self.n_head, self.n_kv_head, idx, value_embedding)
+        y = attend(q, k, v)  # softmax(q kᵀ / √head_dim) v over the layer's window, by the implementation that is fastest here
+        return linear(y.flatten(2), self.c_proj.weight)
 
 
 class MLP(nn.Module):
@@ -119,8 +144,9 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
 
-    def forward(self, x):
-        return self.c_proj(F.relu(self.c_fc(x)).square())
+    def forward(self, x, update):
+        """The residual stream with `update`, and this layer's own update."""
+        return add_norm_mlp(x, update, self.c_fc.weight, self.c_proj.weight)
 
 
 class Block(nn.Module):
@@ -129,9 +155,10 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config, layer)
         self.mlp = MLP(config)
 
-    def forward(self, x, ve, cos, sin, mask):
-        x = x + self.attn(norm(x), ve, cos, sin, mask)
-        return x + self.mlp(norm(x))
+    def forward(self, x, x0, resid_lambda, x0_lambda, idx, value_embedding, cos, sin, attend):
+        x, qkv = mix_norm_linear(x, x0, resid_lambda, x0_lambda, self.attn.packed_weight())
+        x, update = self.mlp(x, self.attn(qkv, idx, value_embedding, cos, sin, attend))
+        return x + update
 
 
 class GPT(nn.Module):
@@ -151,7 +178,7 @@ class GPT(nn.Module):
         )
         self.register_buffer("cos", torch.empty(0), persistent=False)  # made by init_weights, on the model's device
         self.register_buffer("sin", torch.empty(0), persistent=False)
-        self.masks = {}  # window → what `attention` takes
+        self.attend = {}  # window → what computes attention over it: choose_backends
 
     @staticmethod
     def _window_sizes(config):
@@ -161,9 +188,18 @@ class GPT(nn.Module):
         sizes = [(window[pattern[i % len(pattern)]], 0) for i in range(config.n_layer)]
         return sizes[:-1] + [(config.sequence_len, 0)]
 
-    def attention_kinds(self):
-        """What runs in which layers, in words."""
-        return f"{ATTENTION} (" + ", ".join(f"{attention_name(mask)} up to {window}" for window, mask in sorted(self.masks.items())) + ")"
+    def choose_backends(self, batch_size):
+        """Find the fastest right attention for each window, at the run's shapes."""
+        config = self.config
+        shape = batch_size, config.sequence_len, config.n_head, config.n_kv_head, config.n_embd // config.n_head
+        device = self.lm_head.weight.device
+        candidates = [name for name in backends.ATTENTION if FUSED or name != "kernels"]
+        self.attend, self.attention = backends.choose_attention(ATTENTION, {w for w, _ in self.window_sizes}, shape, device, candidates)
+        if FUSED:
+            shapes = [p.shape for p in self.transformer.h.parameters()]
+            words = backends.choose_weight_gradients(shapes, batch_size * config.sequence_len, device)
+            if words:
+                print(f"Weight gradients: {words}")
 
     @torch.no_grad()
     def init_weights(self):
@@ -185,7 +221,6 @@ class GPT(nn.Module):
             if block.attn.ve_gate is not None:
                 nn.init.zeros_(block.attn.ve_gate.weight)
         self.cos, self.sin = self._rotary_tables(device)
-        self.masks = {w: causal_mask(w, self.config.sequence_len, device) for w, _ in self.window_sizes}
         if device.type == "cuda":
             self.transformer.wte.to(torch.bfloat16)
             self.value_embeds.to(torch.bfloat16)
@@ -246,22 +281,26 @@ class GPT(nn.Module):
             group["initial_lr"] = group["lr"]
         return optimizer
 
+    def embed(self, idx):
+        return norm(self.transformer.wte(idx))  # (B, T, n_embd)
+
+    def head(self, x, targets, reduction):
+        x = norm(x)
+        if targets is None:
+            return 15 * torch.tanh(self.lm_head(x).float() / 15)
+        return cross_entropy(x, self.lm_head.weight, targets, 15, reduction)
+
     def forward(self, idx, targets=None, reduction="mean"):
         """Logits (B, T, vocab_size) float32 of the tokens idx (B, T); with targets (B, T) their cross entropy instead, -1 left out."""
         T = idx.size(1)
         cos, sin = self.cos[:, :T], self.sin[:, :T]
-        x = x0 = norm(self.transformer.wte(idx))  # (B, T, n_embd)
-        for i, block in enumerate(self.transformer.h):
-            x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
-            ve = self.value_embeds[str(i)](idx) if str(i) in self.value_embeds else None
-            window = self.window_sizes[i][0]
-            mask = self.masks[window] if self.config.sequence_len == T else causal_mask(window, T, idx.device)
-            x = block(x, ve, cos, sin, mask)
-        logits = self.lm_head(norm(x)).float()
-        logits = 15 * torch.tanh(logits / 15)
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
+        x = x0 = self.embed(idx)
+        lambdas = zip(self.resid_lambdas.unbind(), self.x0_lambdas.unbind())
+        for i, (block, (resid_lambda, x0_lambda)) in enumerate(zip(self.transformer.h, lambdas)):
+            value_embedding = self.value_embeds[str(i)].weight if str(i) in self.value_embeds else None
+            attend = self.attend[self.window_sizes[i][0]]
+            x = block(x, x0, resid_lambda, x0_lambda, idx, value_embedding, cos, sin, attend)
+        return self.head(x, targets, reduction)
 
 
 # ---------------------------------------------------------------------------
@@ -393,11 +432,13 @@ DEPTH = 8  # layers
 ASPECT_RATIO = 64  # n_embd = DEPTH * ASPECT_RATIO, rounded up to a multiple of HEAD_DIM
 HEAD_DIM = 128
 WINDOW_PATTERN = "SSSL"  # see GPTConfig
-ATTENTION = "windows"  # "full" ignores the windows
+ATTENTION = "auto"  # or one of backends.ATTENTION; "full" ignores the windows
+FUSED = kernels is not None and torch.cuda.is_available()  # the fused kernels; False: the same in plain PyTorch
 
 TOTAL_BATCH_SIZE = 2**17  # tokens in an optimizer step
 DEVICE_BATCH_SIZE = 16  # rows in a micro-batch: lower it when memory runs out
-COMPILE = True  # torch.compile the model (the optimizer is compiled on every GPU)
+COMPILE = not FUSED  # torch.compile the model: set it True when you add operations in plain PyTorch (the optimizer always is, on a GPU)
+GRAPH = torch.cuda.is_available() and not torch.version.hip  # record forward and backward as a CUDA graph: see machine.Recorded
 
 EMBEDDING_LR = 0.6  # AdamW
 UNEMBEDDING_LR = 0.004  # AdamW
@@ -449,8 +490,8 @@ def model_config(vocab_size):
         fail(f"HEAD_DIM {HEAD_DIM} must be even: rotary embeddings turn pairs")
     if set(WINDOW_PATTERN.upper()) - set("SL") or not WINDOW_PATTERN:
         fail(f"WINDOW_PATTERN {WINDOW_PATTERN!r} must consist of the letters S and L")
-    if ATTENTION not in ("windows", "full"):
-        fail(f"ATTENTION {ATTENTION!r} must be 'windows' or 'full'")
+    if ATTENTION not in ("auto", "full", *backends.ATTENTION):
+        fail(f"ATTENTION {ATTENTION!r} must be 'auto', 'full' or one of {', '.join(backends.ATTENTION)}")
     tokens = DEVICE_BATCH_SIZE * MAX_SEQ_LEN
     if TOTAL_BATCH_SIZE % tokens or tokens > TOTAL_BATCH_SIZE:
         fits = [b for b in range(1, TOTAL_BATCH_SIZE // MAX_SEQ_LEN + 1) if TOTAL_BATCH_SIZE % (b * MAX_SEQ_LEN) == 0]
@@ -475,11 +516,17 @@ def build_model(config, device):
         model = GPT(config)  # with torch's own first values, which stay where init_weights sets no others
     prepare.seed_everything()  # so that they cost no draw of ours
     model.init_weights()
+    model.choose_backends(DEVICE_BATCH_SIZE)
     return model
 
 
 def compile_model(model, device):
-    return torch.compile(model, dynamic=False, fullgraph=True) if COMPILE and machine.can_compile(device) else model
+    """Compile in place: the blocks each by itself, so that equal ones are compiled once."""
+    if COMPILE and machine.can_compile(device):
+        options = dict(dynamic=False, fullgraph=True)
+        for block in model.transformer.h:
+            block.compile(**options)
+        model.embed, model.head = torch.compile(model.embed, **options), torch.compile(model.head, **options)
 
 
 def load_model(path, device):
@@ -504,19 +551,24 @@ def load_model(path, device):
 
 def train(model, optimizer, loader, device, flops_per_step, peak):
     """Steps until the time budget is used. Returns (steps, timed seconds)."""
-    compiled = compile_model(model, device)
+    compile_model(model, device)
     micro_batches = TOTAL_BATCH_SIZE // (DEVICE_BATCH_SIZE * MAX_SEQ_LEN)
+
+    def micro_step(x, y):
+        with machine.autocast(device):
+            loss = model(x, y)
+        (loss / micro_batches).backward()
+        return loss.detach()
+
+    step_on, recorded = micro_step, None
     progress_line = machine.Progress()
     smooth_loss = seconds = 0.0
     step = 0
     x, y, epoch = next(loader)
     while seconds < TIME_BUDGET:
-        machine.synchronize(device)
         start = time.perf_counter()
         for _ in range(micro_batches):
-            with machine.autocast(device):
-                loss = compiled(x, y)
-            (loss / micro_batches).backward()
+            loss = step_on(x, y)
             x, y, epoch = next(loader)  # while the GPU is at work
         progress = min(seconds / TIME_BUDGET, 1.0)
         for group in optimizer.param_groups:
@@ -525,12 +577,11 @@ def train(model, optimizer, loader, device, flops_per_step, peak):
                 group["momentum"] = muon_momentum(step)
                 group["weight_decay"] = muon_weight_decay(progress)
         optimizer.step()
-        model.zero_grad(set_to_none=True)
-        loss = loss.item()
+        model.zero_grad(set_to_none=not GRAPH)  # a recorded graph adds to the gradients where they are
+        loss = machine.wait_for(loss)  # the step's only synchronisation
         if not -math.inf < loss <= 100:  # NaN too
             progress_line.end()
             fail(f"the loss is {loss} at step {step}: the run diverged")
-        machine.synchronize(device)
         elapsed = time.perf_counter() - start
         if step >= WARMUP_STEPS:
             seconds += elapsed
@@ -546,10 +597,19 @@ def train(model, optimizer, loader, device, flops_per_step, peak):
             gc.collect()
             gc.freeze()
             gc.disable()
+            if GRAPH:
+                recorded = machine.record(micro_step, x, y)
+                step_on = recorded or micro_step
         elif (step + 1) % 5000 == 0:
             gc.collect()
         step += 1
     progress_line.end()
+    if recorded and not recorded.holds(x, y):
+        fail(
+            "something that Python decides in the model changed during training, and the recorded graph went on without it: keep it in a"
+            " tensor on the device that is changed in place, or set GRAPH = False"
+        )
+    model.zero_grad(set_to_none=True)
     return step, seconds
 
 
@@ -562,6 +622,7 @@ def main():
     started, source = time.time(), machine.file_digest(__file__)
     seed = prepare.seed_everything()
     torch.set_float32_matmul_precision("high")
+    machine.keep_compiled()
     facts = prepare.checked_dataset(prepare.DATASET)  # before anything that takes time
     fingerprint = prepare.fingerprint()
     device = machine.find_device()
@@ -586,7 +647,7 @@ def main():
         counts, flops_per_token = model.num_scaling_params(), model.estimate_flops()
         print(f"Model: {config}")
         print("Parameters: " + ", ".join(f"{name} {count:,}" for name, count in counts.items()))
-        print(f"Attention: {model.attention_kinds()}; {flops_per_token:.3e} FLOPs per token")
+        print(f"Attention: {model.attention}; {flops_per_token:.3e} FLOPs per token")
         optimizer = model.setup_optimizer(UNEMBEDDING_LR, EMBEDDING_LR, MATRIX_LR, WEIGHT_DECAY, ADAM_BETAS, SCALAR_LR)
         loader = make_dataloader(tokenizer, DEVICE_BATCH_SIZE, MAX_SEQ_LEN, "train")
         if os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK):
@@ -618,7 +679,7 @@ def main():
     evaluation_started = time.time()
     model.eval()
     with machine.autocast(device):
-        val_bpb = evaluate_bpb(compile_model(model, device), tokenizer, result["device_batch_size"])
+        val_bpb = evaluate_bpb(machine.recorded_losses(model) if GRAPH else model, tokenizer, result["device_batch_size"])
     ended = time.time()
     summary = {"val_bpb": f"{val_bpb:.6f}", "training_seconds": result["training_seconds"], "total_seconds": f"{ended - started:.1f}"}
     summary["peak_vram_mb"] = f"{max(result['peak_vram_mb'], machine.peak_memory(device)):.1f}"
@@ -630,7 +691,7 @@ def main():
         "seed": result["seed"],
         "device": device_name,
         "torch": torch.__version__,
-        "attention": model.attention_kinds(),
+        "attention": model.attention,
         "tok_per_sec": result["tok_per_sec"],
         "eval_seconds": f"{ended - evaluation_started:.1f}",
     }

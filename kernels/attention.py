@@ -20,6 +20,9 @@ results are the same bit for bit from run to run. Products accumulate in float32
 A masked score is -inf and the running maximum starts at a large negative but finite number: exp2(-inf - finite) is 0 even
 where the compiler contracts the multiplication by the scale and the subtraction, and even in rows that see no key of their
 first block (a window's edge). Two finite sentinels would leave a difference of rounding errors there, and exp2 of that is inf.
+
+Where scores are known to be small no maximum is needed (`bounded`, FIXED_PEAK: it stays 0). With |S| ≤ 60, exp S lies within 1e±26,
+which leaves float32 room for the sum over any number of keys, and for any v between 1e-11 and 1e11 of size.
 """
 
 import itertools
@@ -152,33 +155,39 @@ def _program(n_rows, n_head, HEAVY_LAST: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _attend(acc, peak, total, Q, k, v, start, m0, k_t, v_t, n_keys, window, scale,
             MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FAST_BF16: tl.constexpr):
-    """One block of keys into the running maximum, sum and product."""
+            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FAST_BF16: tl.constexpr, FIXED_PEAK: tl.constexpr):
+    """One block of keys into the running maximum, sum and product; with FIXED_PEAK the maximum stays what it is."""
     K = _load_rows(k, start, k_t, n_keys, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)  # (BLOCK_N, BLOCK_D)
     S = _dot(Q, tl.trans(K), None)  # (BLOCK_M, BLOCK_N)
     if MASKED:
         query = tl.arange(0, BLOCK_M)
         key = (start - m0) + tl.arange(0, BLOCK_N)
         S = tl.where(_sees(query[:, None], key[None, :], n_keys - m0, window, CAUSAL, WINDOWED), S, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(S, 1) * scale)
-    P = tl.exp2(S * scale - new_peak[:, None])
-    fade = tl.exp2(peak - new_peak)
-    total = total * fade + tl.sum(P, 1)
+    if FIXED_PEAK:
+        P = tl.exp2(S * scale)
+    else:
+        new_peak = tl.maximum(peak, tl.max(S, 1) * scale)
+        P = tl.exp2(S * scale - new_peak[:, None])
+        fade = tl.exp2(peak - new_peak)
+        total = total * fade
+        acc = acc * fade[:, None]
+        peak = new_peak
+    total = total + tl.sum(P, 1)
     V = _load_rows(v, start, v_t, n_keys, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
-    acc = _dot(_narrow(P, V.dtype, FAST_BF16), V, acc * fade[:, None])
-    return acc, new_peak, total
+    acc = _dot(_narrow(P, V.dtype, FAST_BF16), V, acc)
+    return acc, peak, total
 
 
 @triton.jit(do_not_specialize=["n_queries", "n_keys", "window", "bucket"])
 def _forward_kernel(q, k, v, o, lse, n_queries, n_keys, window, bucket, n_head, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, scale,
                     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FAST_BF16: tl.constexpr):
+                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FAST_BF16: tl.constexpr, FIXED_PEAK: tl.constexpr):
     b, h, m0 = _program(n_queries, n_head, CAUSAL, BLOCK_M)
     k += b * k_b + h // GROUP * k_h
     v += b * v_b + h // GROUP * v_h
     Q = _load_rows(q + b * q_b + h * q_h, m0, q_t, n_queries, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    peak = tl.full((BLOCK_M,), -1.0e30, tl.float32)
+    peak = tl.full((BLOCK_M,), 0.0 if FIXED_PEAK else -1.0e30, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     first, full, cut, end = _key_ranges(m0, n_keys, window, CAUSAL, WINDOWED, BLOCK_M, BLOCK_N)
     if WINDOWED:
@@ -187,14 +196,14 @@ def _forward_kernel(q, k, v, o, lse, n_queries, n_keys, window, bucket, n_head, 
         for i in range(n_edge + tl.cdiv(end - cut, BLOCK_N)):
             start = tl.where(i < n_edge, first, cut - n_edge * BLOCK_N) + i * BLOCK_N
             acc, peak, total = _attend(acc, peak, total, Q, k, v, start, m0, k_t, v_t, n_keys, window, scale,
-                                       True, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, FAST_BF16)
+                                       True, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, FAST_BF16, FIXED_PEAK)
     else:
         for start in range(cut, end, BLOCK_N):
             acc, peak, total = _attend(acc, peak, total, Q, k, v, start, m0, k_t, v_t, n_keys, window, scale,
-                                       True, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, FAST_BF16)
+                                       True, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, FAST_BF16, FIXED_PEAK)
     for start in range(full, cut, BLOCK_N):
         acc, peak, total = _attend(acc, peak, total, Q, k, v, start, m0, k_t, v_t, n_keys, window, scale,
-                                   False, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, FAST_BF16)
+                                   False, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, FAST_BF16, FIXED_PEAK)
     row = b * n_head + h
     acc = acc * (1.0 / total)[:, None]
     o_t = n_head * HEAD_DIM
@@ -382,7 +391,7 @@ FORWARD_CONFIGS = {
     64: {"hip": [_hip(64, 32), _hip(64, 64)],
          "cuda": [_cuda(128, 64, 4, 3), _cuda(128, 128, 4, 3), _cuda(128, 128, 8, 2), _cuda(128, 64, 8, 3), _cuda(64, 64, 4, 3)]},
     128: {"hip": [_hip(64, 32, waves_per_eu=4), _hip(128, 32, num_warps=8, waves_per_eu=4), _hip(64, 16)],
-          "cuda": [_cuda(128, 64, 8, 3), _cuda(128, 128, 8, 2), _cuda(128, 64, 8, 2), _cuda(64, 64, 4, 3), _cuda(128, 32, 4, 3)]},
+          "cuda": [_cuda(64, 64, 4, 3), _cuda(128, 64, 8, 3), _cuda(128, 128, 8, 2), _cuda(64, 64, 4, 2), _cuda(64, 32, 4, 4)]},
     256: {"hip": [_hip(64, 16, num_warps=8, waves_per_eu=4)], "cuda": [_cuda(128, 32, 8, 2), _cuda(64, 64, 8, 2)]},
     "float32": {"hip": [_hip(16, 16, num_warps=8, waves_per_eu=4)], "cuda": [_cuda(32, 16, 8, 1)]},
 }
@@ -413,7 +422,7 @@ def _tuned(kernel, table, key):
     return {block_d: triton.autotune(configs(candidates), key=key, cache_results=True)(kernel) for block_d, candidates in table.items()}
 
 
-_forward = _tuned(_forward_kernel, FORWARD_CONFIGS, _KEY)
+_forward = _tuned(_forward_kernel, FORWARD_CONFIGS, _KEY + ["FIXED_PEAK"])
 _dkdv = _tuned(_dkdv_kernel, DKDV_CONFIGS, _KEY + ["DK", "DV"])
 _dq = _tuned(_dq_kernel, DQ_CONFIGS, _KEY)
 
@@ -448,7 +457,7 @@ def _shared_arguments(q, k, v, causal, window):
 
 @custom_op(add_op_namespace_prefix("flash_attention"), mutates_args=())
 def _flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int, scale: float, bounded: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = map(_rows_contiguous, (q, k, v))
     B, n_queries, n_head, head_dim = q.shape
@@ -458,12 +467,12 @@ def _flash_attention(
         return o, lse
     with torch.cuda.device_of(q):
         _candidates(_forward, q)[lambda meta: (triton.cdiv(n_queries, meta["BLOCK_M"]) * B * n_head,)](
-            q, k, v, o, lse, n_head=n_head, scale=scale * LOG2E, **_shared_arguments(q, k, v, causal, window))
+            q, k, v, o, lse, n_head=n_head, scale=scale * LOG2E, FIXED_PEAK=bounded, **_shared_arguments(q, k, v, causal, window))
     return o, lse
 
 
 @_flash_attention.register_fake
-def _(q, k, v, causal, window, scale):
+def _(q, k, v, causal, window, scale, bounded=False):
     B, n_queries, n_head, _ = q.shape
     o = torch.empty_like(q, memory_format=torch.contiguous_format)
     return o, q.new_empty((B, n_head, n_queries), dtype=torch.float32)
@@ -512,7 +521,7 @@ def _(do, q, k, v, o, lse, causal, window, scale, needs_dq, needs_dk, needs_dv):
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, ctx.causal, ctx.window, ctx.scale = inputs
+    q, k, v, ctx.causal, ctx.window, ctx.scale, _ = inputs
     o, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
@@ -522,9 +531,9 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, do, _):
     needs = ctx.needs_input_grad[:3]
     if do is None or not any(needs):
-        return (None,) * 6
+        return (None,) * 7
     grads = _flash_attention_backward(do, *ctx.saved_tensors, ctx.causal, ctx.window, ctx.scale, *needs)
-    return *(grad if needed else None for grad, needed in zip(grads, needs)), None, None, None
+    return *(grad if needed else None for grad, needed in zip(grads, needs)), None, None, None, None
 
 
 def _no_double_backward(ctx, *grads):
@@ -562,11 +571,13 @@ def _check(q, k, v, causal, window, scale):
         raise ValueError(f"flash_attention: q {q.dtype}, k {k.dtype}, v {v.dtype} must have one dtype")
 
 
-def flash_attention(q, k, v, causal=True, window=None, scale=None):
+def flash_attention(q, k, v, causal=True, window=None, scale=None, bounded=False):
     """Attention of q (B, T, n_head, head_dim) over k and v (B, T, n_kv_head, head_dim), as contiguous (B, T, n_head, head_dim).
 
     `causal`: query i sees keys j ≤ i. `window`: only keys i - window ≤ j ≤ i. Without causal, k and v may have a length of
     their own. `scale` is 1/√head_dim if None. n_head is a multiple of n_kv_head: query head h reads KV head h // (n_head // n_kv_head).
+    `bounded`: your word that no score leaves ±60, as those of normed q and k never do (|q·k| / √head_dim ≤ √head_dim): then no running
+    maximum is kept, which is faster. Not far beyond ±60 results are not finite or zero. Has no effect in float16, where eˢ overflows at 11.
     float32, float16 or bfloat16 (under autocast all are cast to its dtype); head_dim a multiple of 8 from 16 to 256.
     Any strides, also a packed qkv's views, as long as head_dim is contiguous; otherwise that tensor is copied.
     Differentiable once in q, k and v. `ValueError` for anything else.
@@ -577,7 +588,8 @@ def flash_attention(q, k, v, causal=True, window=None, scale=None):
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     _check(q, k, v, causal, window, scale)
-    return _flash_attention(q, k, v, causal, -1 if window is None else window, scale)[0]
+    bounded = bounded and q.dtype != torch.float16
+    return _flash_attention(q, k, v, causal, -1 if window is None else window, scale, bounded)[0]
 
 
 def flash_attention_ref(q, k, v, causal=True, window=None, scale=None):

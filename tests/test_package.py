@@ -175,6 +175,7 @@ lambdas = torch.tensor(0.5, device=device), torch.tensor(0.25, device=device)
 packed = torch.randn(1, 8, 2 * 16 + 2 * 16 + 16, device=device)  # two query heads, one KV head, its gate
 calls = {
     "rms_norm": (x,), "add_rms_norm": (x, x), "residual_mix_norm": (x, x, *lambdas), "linear": (x, x), "add_norm_linear": (x, x, x),
+    "add_norm_mlp": (x, x, x, x.new_ones(3, 4)),
     "residual_mix_norm_linear": (x, x, *lambdas, x), "qkv_norm_rope": (packed, cos, sin, 2, 1, targets[None].repeat(1, 2) % 4, x[:, :16]),
     "swiglu": (x, x), "geglu": (x, x),
     "geglu_chunked": (x,), "relu_squared": (x,), "qk_norm_rope": (q, k, cos, sin), "flash_attention": (q, k, v),

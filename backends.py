@@ -1,0 +1,264 @@
+"""Which implementation is right and fastest on this device: of attention, for each window, and of the weight gradients' products.
+
+Nothing is taken on trust. A candidate runs at the run's own shapes, is compared with float32 mathematics, and only then timed, forward and
+backward; one with wrong numbers (there are such reports of most of them on some device) is named and never used. What was found is kept in
+the cache folder for the device, the versions and the shapes, and said in a line of the run.
+"""
+
+import functools
+import json
+import os
+import statistics
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import machine
+import prepare
+
+OUTPUT_LIMIT, GRADIENT_LIMIT = 2.0, 3.0  # times the error of torch's own mathematics in the same precision, against float32
+
+
+# ---- attention: q (B, T, n_head, head_dim), k and v (B, T, n_kv_head, head_dim) → (B, T, n_head, head_dim) -----------------------------
+
+
+def _seen(window):
+    """Query i sees keys i - window … i."""
+    return lambda b, h, q, k: (k <= q) & (q - k <= window)
+
+
+@functools.lru_cache
+def _dense_mask(window, T, device):
+    position = torch.arange(T, device=device)
+    return _seen(window)(None, None, position[:, None], position[None, :])
+
+
+@functools.lru_cache
+def _block_mask(window, T, device):
+    return create_block_mask(_seen(window), None, None, T, T, device=device)
+
+
+def sdpa(window, T, device):
+    """torch's scaled_dot_product_attention, whichever backend it takes; windows by a dense mask, which no flash kernel knows."""
+    mask = None if window >= T - 1 else _dense_mask(window, T, device)
+
+    def attend(q, k, v):
+        n = q.size(1)
+        grouped = q.size(2) != k.size(2)  # each KV head serves several query heads, and is not copied for them
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if mask is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:n, :n], enable_gqa=grouped).transpose(1, 2)
+
+    return attend
+
+
+def flex(window, T, device):
+    """FlexAttention, which skips the blocks outside the window; fast only where it is compiled."""
+    mask = _block_mask(window, T, device)
+
+    def attend(q, k, v):
+        grouped = q.size(2) != k.size(2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped).transpose(1, 2)
+
+    return attend
+
+
+def flash(window, T, device):
+    """torch's own flash operator, which takes windows where the build has them: FlashAttention 2 on NVIDIA, AOTriton ≥ 0.11.2b on AMD."""
+
+    def attend(q, k, v):
+        n = q.size(1)
+        windows = {} if window >= n - 1 else {"window_size_left": window, "window_size_right": 0}
+        return torch.ops.aten._flash_attention_forward(q, k, v, None, None, n, n, 0.0, True, False, **windows)[0]
+
+    return attend
+
+
+def fused(window, T, device):
+    """This project's kernel. Its scores must stay within ±80: q and k are normed (and random ones, of a check, are far below)."""
+    import kernels
+
+    return lambda q, k, v: kernels.flash_attention(q, k, v, window=None if window >= q.size(1) - 1 else window, bounded=True)
+
+
+ATTENTION = {"kernels": fused, "flash": flash, "flex": flex, "sdpa": sdpa}
+
+
+def _forward_backward(attend, q, k, v, dy):
+    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    y = attend(q, k, v)
+    return [y.detach(), *torch.autograd.grad(y, (q, k, v), dy)]
+
+
+def _relative_errors(results, exact):
+    return [((r.float() - e).norm() / e.norm()).item() for r, e in zip(results, exact)]
+
+
+def _reference(window, T, q, k, v, dy):
+    """Output and gradients of torch's plain mathematics in the tensors' own precision, with a dense mask."""
+    mask = _dense_mask(window, T, q.device)
+
+    def attend(q, k, v):
+        grouped = q.size(2) != k.size(2)
+        with sdpa_kernel(SDPBackend.MATH):
+            y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), attn_mask=mask, enable_gqa=grouped)
+        return y.transpose(1, 2)
+
+    return _forward_backward(attend, q, k, v, dy)
+
+
+def check_attention(attend, window, shape, device, dtype=torch.bfloat16):
+    """What is wrong with `attend` at this shape (B, T, n_head, n_kv_head, head_dim), in a few words; None if nothing is."""
+    B, T, n_head, n_kv_head, head_dim = shape
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(heads):
+        return torch.randn((B, T, heads, head_dim), generator=generator, device=device).to(dtype)
+
+    q, k, v, dy = normal(n_head), normal(n_kv_head), normal(n_kv_head), normal(n_head)
+    try:
+        ours = _forward_backward(attend, q, k, v, dy)
+    except Exception as e:  # whatever a build that lacks it raises
+        return f"not available ({type(e).__name__}: {' '.join(str(e).split())[:100]})"
+    for row in {0, B - 1}:  # the first and the last: between them lies every offset that could overflow
+        part = slice(row, row + 1)
+        inputs = [t[part] for t in (q, k, v, dy)]
+        exact = _reference(window, T, *(t.float() for t in inputs))
+        low = _relative_errors(_reference(window, T, *inputs), exact)
+        errors = _relative_errors([t[part] for t in ours], exact)
+        for name, error, plain, factor in zip(("output", "dq", "dk", "dv"), errors, low, (OUTPUT_LIMIT, *[GRADIENT_LIMIT] * 3)):
+            if not error <= factor * plain:  # NaN too
+                return f"wrong numbers ({name}: relative error {error:.1e}, of plain mathematics {plain:.1e})"
+    return None
+
+
+def _milliseconds(f, device, repeats=10):
+    for _ in range(3):
+        f()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(10_000_000)  # some milliseconds in which Python runs ahead: the device's time is measured, not Python's
+        start.record()
+        f()
+        end.record()
+        torch.cuda.synchronize(device)
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def _try_attention(name, window, shape, device):
+    """Milliseconds of forward and backward, or what is wrong."""
+    B, T, n_head, n_kv_head, head_dim = shape
+    attend = ATTENTION[name](window, T, device)
+    if name == "flex":
+        attend = torch.compile(attend, dynamic=False)
+    wrong = check_attention(attend, window, shape, device)
+    if wrong:
+        return wrong
+    q, k, v, dy = (torch.randn((B, T, heads, head_dim), device=device).bfloat16() for heads in (n_head, n_kv_head, n_kv_head, n_head))
+    return _milliseconds(lambda: _forward_backward(attend, q, k, v, dy), device)
+
+
+def choose_attention(asked, windows, shape, device, candidates=tuple(ATTENTION)):
+    """({window: attend}, their names) for q, k, v of `shape` (B, T, n_head, n_kv_head, head_dim). How fast each was is printed.
+
+    asked: "auto", the name of a backend, or "full", which is torch's attention over the whole context whatever the window is.
+    RuntimeError if nothing that may be used gives right numbers.
+    """
+    T = shape[1]
+    if asked == "full":
+        return dict.fromkeys(windows, sdpa(T, T, device)), "full (sdpa)"
+    if device.type == "cpu":
+        name = "sdpa" if asked == "auto" else asked
+        return {w: ATTENTION[name](w, T, device) for w in windows}, name
+    return _fastest_attention(asked, windows, shape, device, candidates)
+
+
+def _fastest_attention(asked, windows, shape, device, candidates):
+    chosen, names = {}, []
+    for window in sorted(windows):
+        key = "attention", window, *shape, *candidates
+        tried = _remembered(key, device, lambda w=window: {n: _try_attention(n, w, shape, device) for n in candidates})
+        times = {n: t for n, t in tried.items() if isinstance(t, float)}
+        wrong = {n: t for n, t in tried.items() if n not in times}
+        for n, reason in wrong.items():
+            if "wrong" in reason or asked == n:
+                print(f"Attention up to {window} by {n} is not used: {reason}")
+        usable = [n for n in times if asked in ("auto", n)]
+        if not usable:
+            raise RuntimeError(f"no attention gives right numbers for a window of {window} here: {wrong}")
+        best = min(usable, key=times.get)
+        chosen[window] = ATTENTION[best](window, shape[1], device)
+        names.append(f"{best} up to {window}")
+        milliseconds = ", ".join(f"{n} {t:.2f}" for n, t in sorted(times.items(), key=lambda item: item[1]))
+        print(f"Attention up to {window} by {best}; forward and backward in ms: {milliseconds}")
+    return chosen, ", ".join(names)
+
+
+# ---- weight gradients -------------------------------------------------------------------------------------------------------------------
+
+
+def choose_weight_gradients(shapes, rows, device):
+    """Set kernels.linear.WEIGHT_GRADIENT for weights of these (out, in) shapes; returns what was chosen in words, "" where nothing is.
+
+    Only on AMD: hipBLASLt's product of that layout is two to four times slow on gfx1151, rocBLAS's is not (ROCm/TheRock#5314).
+    """
+    if device.type == "cpu" or not torch.version.hip:
+        return ""
+    from kernels import linear
+
+    words = []
+    for out, in_ in sorted(set(shapes)):
+        key = "weight gradient", out, in_, rows
+        times = _remembered(key, device, lambda o=out, i=in_: _try_weight_gradients(linear, o, i, rows, device))
+        best = min(times, key=times.get)
+        form, library = best.split(" by ")
+        linear.WEIGHT_GRADIENT[out, in_] = form, library
+        words.append(f"{out}x{in_} {best} ({times[best]:.2f} ms, slowest {max(times.values()):.2f})")
+    return ", ".join(words)
+
+
+def _try_weight_gradients(linear, out, in_, rows, device):
+    dy, x = (torch.randn((rows, n), device=device).bfloat16() for n in (out, in_))
+    exact = (dy[:4096].float().t() @ x[:4096].float()).double()
+    times = {}
+    for library in ("cublaslt", "cublas"):  # torch's names; on AMD hipBLASLt and rocBLAS
+        for form in linear.FORMS:
+            linear.WEIGHT_GRADIENT[out, in_] = form, library
+            result = linear.weight_gradient(dy[:4096], x[:4096], torch.float32).double()
+            if (result - exact).norm() <= 0.01 * exact.norm():
+                times[f"{form} by {library}"] = _milliseconds(lambda: linear.weight_gradient(dy, x, torch.float32), device)
+    return times
+
+
+# ---- what was found before --------------------------------------------------------------------------------------------------------------
+
+
+def _here(device):
+    """What the results hold for: device, versions, and the kernels' own code."""
+    p = torch.cuda.get_device_properties(device)
+    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "kernels")
+    code = "".join(machine.file_digest(os.path.join(folder, name))[:8] for name in ("attention.py", "linear.py", "_common.py"))
+    return [p.name, getattr(p, "gcnArchName", ""), torch.__version__, str(torch.version.hip or torch.version.cuda), code]
+
+
+def _remembered(what, device, measure):
+    """`measure()`, or what it gave here before. The file holds JSON alone; one that can't be read is made anew."""
+    path = os.environ.get("AUTORESEARCH_BACKENDS") or os.path.join(prepare.CACHE_DIR, "backends.json")
+    key = json.dumps([*_here(device), *what])
+    try:
+        with open(path) as f:
+            known = json.load(f)
+        assert isinstance(known, dict)
+    except (OSError, ValueError, AssertionError):
+        known = {}
+    if key not in known:
+        known[key] = measure()
+        with prepare.replace_file(path, "w") as f:
+            json.dump(known, f, indent=1)
+    return known[key]
