@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+import machine
 import prepare
 
 OUTPUT_LIMIT, GRADIENT_LIMIT = 2.0, 3.0  # times the error of torch's own mathematics in the same precision, against float32
@@ -164,7 +165,7 @@ def _try_attention(name, window, shape, device):
 
 
 def choose_attention(asked, windows, shape, device, candidates=tuple(ATTENTION)):
-    """({window: attend}, what was chosen in words) for q, k, v of `shape` (B, T, n_head, n_kv_head, head_dim).
+    """({window: attend}, their names) for q, k, v of `shape` (B, T, n_head, n_kv_head, head_dim). How fast each was is printed.
 
     asked: "auto", the name of a backend, or "full", which is torch's attention over the whole context whatever the window is.
     RuntimeError if nothing that may be used gives right numbers.
@@ -175,7 +176,11 @@ def choose_attention(asked, windows, shape, device, candidates=tuple(ATTENTION))
     if device.type == "cpu":
         name = "sdpa" if asked == "auto" else asked
         return {w: ATTENTION[name](w, T, device) for w in windows}, name
-    chosen, words = {}, []
+    return _fastest_attention(asked, windows, shape, device, candidates)
+
+
+def _fastest_attention(asked, windows, shape, device, candidates):
+    chosen, names = {}, []
     for window in sorted(windows):
         key = "attention", window, *shape, *candidates
         tried = _remembered(key, device, lambda w=window: {n: _try_attention(n, w, shape, device) for n in candidates})
@@ -188,10 +193,11 @@ def choose_attention(asked, windows, shape, device, candidates=tuple(ATTENTION))
         if not usable:
             raise RuntimeError(f"no attention gives right numbers for a window of {window} here: {wrong}")
         best = min(usable, key=times.get)
-        chosen[window] = ATTENTION[best](window, T, device)
-        others = ", ".join(f"{n} {t:.2f}" for n, t in sorted(times.items(), key=lambda item: item[1]) if n != best)
-        words.append(f"{best} up to {window} ({times[best]:.2f} ms" + (f"; {others})" if others else ")"))
-    return chosen, ", ".join(words)
+        chosen[window] = ATTENTION[best](window, shape[1], device)
+        names.append(f"{best} up to {window}")
+        milliseconds = ", ".join(f"{n} {t:.2f}" for n, t in sorted(times.items(), key=lambda item: item[1]))
+        print(f"Attention up to {window} by {best}; forward and backward in ms: {milliseconds}")
+    return chosen, ", ".join(names)
 
 
 # ---- weight gradients -------------------------------------------------------------------------------------------------------------------
@@ -237,13 +243,13 @@ def _here(device):
     """What the results hold for: device, versions, and the kernels' own code."""
     p = torch.cuda.get_device_properties(device)
     folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "kernels")
-    code = "".join(prepare.sha256(open(os.path.join(folder, n), "rb").read())[:8] for n in ("attention.py", "linear.py", "_common.py"))
+    code = "".join(machine.file_digest(os.path.join(folder, name))[:8] for name in ("attention.py", "linear.py", "_common.py"))
     return [p.name, getattr(p, "gcnArchName", ""), torch.__version__, str(torch.version.hip or torch.version.cuda), code]
 
 
 def _remembered(what, device, measure):
     """`measure()`, or what it gave here before. The file holds JSON alone; one that can't be read is made anew."""
-    path = os.path.join(prepare.CACHE_DIR, "backends.json")
+    path = os.environ.get("AUTORESEARCH_BACKENDS") or os.path.join(prepare.CACHE_DIR, "backends.json")
     key = json.dumps([*_here(device), *what])
     try:
         with open(path) as f:

@@ -128,7 +128,7 @@ class CausalSelfAttention(nn.Module):
         """One matrix for all that is computed from the layer's normed input; the gates read its first channels."""
         weights = [self.c_q.weight, self.c_k.weight, self.c_v.weight]
         if self.ve_gate is not None:
-            rows = -self.n_kv_head % 8  # a multiple of 8 rows, so that products stay aligned
+            rows = -self.n_kv_head % 16  # a multiple of 16 rows, so that products stay aligned
             weights.append(F.pad(self.ve_gate.weight, (0, self.c_q.in_features - self.ve_gate_channels, 0, rows)))
         return torch.cat(weights)
 
@@ -437,8 +437,8 @@ FUSED = kernels is not None and torch.cuda.is_available()  # the fused kernels; 
 
 TOTAL_BATCH_SIZE = 2**17  # tokens in an optimizer step
 DEVICE_BATCH_SIZE = 16  # rows in a micro-batch: lower it when memory runs out
-COMPILE = True  # torch.compile the model (the optimizer is compiled on every GPU)
-GRAPH = torch.cuda.is_available() and not torch.version.hip  # record the forward and backward pass, so that launching costs nothing
+COMPILE = not FUSED  # torch.compile the model: set it True when you add operations in plain PyTorch (the optimizer always is, on a GPU)
+GRAPH = torch.cuda.is_available() and not torch.version.hip  # record forward and backward as a CUDA graph: see machine.Recorded
 
 EMBEDDING_LR = 0.6  # AdamW
 UNEMBEDDING_LR = 0.004  # AdamW
@@ -598,11 +598,18 @@ def train(model, optimizer, loader, device, flops_per_step, peak):
             gc.freeze()
             gc.disable()
             if GRAPH:
-                step_on = recorded = machine.record(micro_step, x, y) or micro_step
+                recorded = machine.record(micro_step, x, y)
+                step_on = recorded or micro_step
         elif (step + 1) % 5000 == 0:
             gc.collect()
         step += 1
     progress_line.end()
+    if recorded and not recorded.holds(x, y):
+        fail(
+            "something that Python decides in the model changed during training, and the recorded graph went on without it: keep it in a"
+            " tensor on the device that is changed in place, or set GRAPH = False"
+        )
+    model.zero_grad(set_to_none=True)
     return step, seconds
 
 
@@ -672,7 +679,7 @@ def main():
     evaluation_started = time.time()
     model.eval()
     with machine.autocast(device):
-        val_bpb = evaluate_bpb(model, tokenizer, result["device_batch_size"])
+        val_bpb = evaluate_bpb(machine.recorded_losses(model) if GRAPH else model, tokenizer, result["device_batch_size"])
     ended = time.time()
     summary = {"val_bpb": f"{val_bpb:.6f}", "training_seconds": result["training_seconds"], "total_seconds": f"{ended - started:.1f}"}
     summary["peak_vram_mb"] = f"{max(result['peak_vram_mb'], machine.peak_memory(device)):.1f}"

@@ -1,0 +1,147 @@
+"""Does the fused path learn the same? Loss against step, and val_bpb, of three forms of one model on the same data.
+
+    python benchmarks/loss_curves.py [--steps 200] [--seeds 3] [--out benchmarks]        (about seven minutes on an H200)
+
+    float32   upstream's forward pass in plain PyTorch, everything in float32 but the embeddings' parameters: the reference
+    recipe    the same in bfloat16 with the windows by FlexAttention, compiled
+    ours      train.py as it is
+
+All see the same batches of the prepared dataset in the same order, from the same initial weights, with train.py's optimizer and a constant
+learning rate. The float32 reference runs with the first seed alone, because it is slow. Prints the largest difference of the smoothed
+losses (an exponential mean over some 20 steps) and val_bpb after the last step, with the spread over the seeds, and writes loss_curves.csv
+and loss_curves.png. Needs a GPU and a dataset.
+"""
+
+import argparse
+import csv
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+import train_step
+
+import machine
+import prepare
+import train
+
+FORMS = ("float32", "recipe", "ours")
+
+
+def smoothed(losses, keep=0.95):
+    mean, result = 0.0, []
+    for i, loss in enumerate(losses):
+        mean = keep * mean + (1 - keep) * loss
+        result.append(mean / (1 - keep ** (i + 1)))
+    return result
+
+
+def train_and_evaluate(form, seed, steps, tokenizer, device):
+    """(losses, val_bpb, seconds)."""
+    started = time.time()
+    ours = form == "ours"
+    train.FUSED, train.COMPILE = ours, False
+    train.ATTENTION = {"float32": "sdpa", "recipe": "flex", "ours": "auto"}[form]
+    torch.backends.cuda.matmul.fp32_precision = "ieee" if form == "float32" else "tf32"
+    torch.manual_seed(seed)
+    torch.cuda.manual_seed(seed)
+    model = train.GPT(train.model_config(tokenizer.get_vocab_size())).to(device)
+    torch.manual_seed(seed)
+    model.init_weights()
+    model.choose_backends(train.DEVICE_BATCH_SIZE)
+    loss_of = model
+    if not ours:
+        compiled = torch.compile(train_step.upstream_loss, dynamic=False, fullgraph=True)
+        dtype = torch.float32 if form == "float32" else torch.bfloat16
+        loss_of = lambda x, y, reduction="mean": compiled(model, x, y, reduction, dtype)
+    optimizer = model.setup_optimizer(
+        train.UNEMBEDDING_LR, train.EMBEDDING_LR, train.MATRIX_LR, train.WEIGHT_DECAY, train.ADAM_BETAS, train.SCALAR_LR
+    )
+    loader = prepare.make_dataloader(tokenizer, train.DEVICE_BATCH_SIZE, train.MAX_SEQ_LEN, "train")
+    micro_batches = train.TOTAL_BATCH_SIZE // (train.DEVICE_BATCH_SIZE * train.MAX_SEQ_LEN)
+    precision = torch.autocast("cuda", enabled=False) if form == "float32" else machine.autocast(device)
+    curve = []
+    for _ in range(steps):
+        total = torch.zeros((), device=device)
+        for _ in range(micro_batches):
+            x, y, _ = next(loader)
+            with precision:
+                loss = loss_of(x, y)
+            (loss / micro_batches).backward()
+            total += loss.detach() / micro_batches
+        optimizer.step()
+        model.zero_grad(set_to_none=True)
+        curve.append(total)
+    with precision, torch.no_grad():
+        val_bpb = prepare.evaluate_bpb(loss_of, tokenizer, train.DEVICE_BATCH_SIZE)
+    return [loss.item() for loss in curve], val_bpb, time.time() - started
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--forms", default=",".join(FORMS))
+    parser.add_argument("--out", type=Path, default=HERE)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("loss_curves.py: needs a GPU that torch can use")
+    device = torch.device("cuda")
+    machine.keep_compiled()
+    tokenizer = prepare.Tokenizer.from_directory()
+    curves, bpb = {}, {}
+    for form in args.forms.split(","):
+        for seed in range(42, 42 + (1 if form == "float32" else args.seeds)):
+            curves[form, seed], bpb[form, seed], seconds = train_and_evaluate(form, seed, args.steps, tokenizer, device)
+            print(
+                f"{form} seed {seed}: smoothed loss {smoothed(curves[form, seed])[-1]:.5f}, val_bpb {bpb[form, seed]:.6f}, {seconds:.0f} s"
+            )
+            sys.stdout.flush()
+    names = list(curves)
+    first = [name for name in names if name[1] == 42]
+    for i, a in enumerate(first):
+        for b in first[i + 1 :]:
+            differences = [abs(p - q) for p, q in zip(smoothed(curves[a]), smoothed(curves[b]))]
+            late = max(differences[len(differences) // 4 :])
+            print(f"{a[0]} and {b[0]}: smoothed losses differ by {max(differences):.5f} at most, {late:.5f} after a quarter of the steps, "
+                  f"{differences[-1]:.5f} at the end; val_bpb by {abs(bpb[a] - bpb[b]):.6f}")  # fmt: skip
+    for form in args.forms.split(","):
+        values = [bpb[name] for name in names if name[0] == form]
+        spread = f", deviation {statistics.stdev(values):.6f} over {len(values)} seeds" if len(values) > 1 else ""
+        print(f"{form}: val_bpb {statistics.mean(values):.6f}{spread}")
+    with open(args.out / "loss_curves.csv", "w", newline="") as f:
+        writer = csv.writer(f, lineterminator="\n")
+        writer.writerow(["step", *(f"{form} {seed}" for form, seed in names)])
+        writer.writerows([i, *(f"{curves[name][i]:.6f}" for name in names)] for i in range(args.steps))
+        writer.writerow(["val_bpb", *(f"{bpb[name]:.6f}" for name in names)])
+    draw(curves, names, args.out / "loss_curves.png")
+
+
+def draw(curves, names, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4))
+    for (form, color), style in zip(dict(float32="#000000", recipe="#0072B2", ours="#D55E00").items(), ("-", "--", ":")):
+        for n, name in enumerate(name for name in names if name[0] == form):
+            axes[0].plot(smoothed(curves[name]), style, color=color, lw=1, label=form if n == 0 else None)
+    reference = next((name for name in names if name[0] == "float32"), names[0])
+    for name in names:
+        if name[1] == reference[1] and name != reference:
+            axes[1].plot([a - b for a, b in zip(smoothed(curves[name]), smoothed(curves[reference]))], label=f"{name[0]} − {reference[0]}")
+    axes[0].set(xlabel="step", ylabel="smoothed loss, nats")
+    axes[1].set(xlabel="step", ylabel="difference, nats")
+    for axis in axes:
+        axis.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
