@@ -75,15 +75,14 @@ def _programs(device):
 
 
 def _fusable(left, *others):
-    """Whether `product_kernel` takes these: bfloat16, rows that are multiples of 128 bits, no less than a tile of `left`, (rows, K)."""
-    return (
-        left.dtype == torch.bfloat16
-        and left.shape[0] >= BLOCK_M
-        and _programs(left.device) > 0
-        and all(
-            t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 and min(t.shape) >= BLOCK_K for t in (left, *others)
-        )
-    )
+    """Whether `product_kernel` takes these: bfloat16, contiguous, rows of whole 128-bit words, no less than a tile of `left` (rows, K)."""
+    if left.dtype != torch.bfloat16 or left.shape[0] < BLOCK_M or not _programs(left.device):
+        return False
+    for t in (left, *others):
+        n_rows, n_columns = t.shape
+        if n_rows < BLOCK_K or n_columns < BLOCK_K or n_columns % 8 or not t.is_contiguous() or t.data_ptr() % 16:
+            return False
+    return True
 
 
 def _launch(a, b, out, aux, transposed):

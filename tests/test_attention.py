@@ -132,6 +132,101 @@ def test_gfx1151_variants(head_dim, window, device, monkeypatch):
     check(*make(1, 100, 2, 1, head_dim, torch.bfloat16, device), window=window)
 
 
+# --- bounded: no running maximum -----------------------------------------------------------------------------------
+
+
+def bounded(*inputs, **options):
+    return flash_attention(*inputs, bounded=True, **options)
+
+
+def normed(inputs, size):
+    """q and k of one length each, so that no score leaves ±size at the usual scale, and v."""
+    q, k, v = inputs
+    q, k = (size**0.5 * q.shape[-1] ** 0.25 * torch.nn.functional.normalize(x.double(), dim=-1).to(x.dtype) for x in (q, k))
+    return q, k, v
+
+
+@pytest.mark.parametrize(
+    "dtype, T, n_head, n_kv_head, head_dim, causal, window, size",
+    [
+        (torch.bfloat16, 97, 2, 1, 64, True, None, 8),
+        (torch.bfloat16, 97, 1, 1, 64, True, None, 30),  # of a model whose norms multiply
+        (torch.bfloat16, 77, 4, 2, 128, True, 20, 11.3),
+        (torch.bfloat16, 130, 1, 1, 96, True, 16, 30),
+        (torch.bfloat16, 40, 1, 1, 256, True, None, 16),
+        (torch.float32, 50, 2, 2, 32, False, None, 5.7),
+        (torch.float32, 50, 2, 1, 24, True, 20, 30),
+        (torch.float16, 70, 2, 2, 32, False, None, 30),
+    ],
+    ids=str,
+)
+def test_bounded_matches_reference(dtype, T, n_head, n_kv_head, head_dim, causal, window, size, device, poison_empty):
+    inputs, do = make(1, T, n_head, n_kv_head, head_dim, dtype, device)
+    inputs, options = normed(inputs, size), dict(causal=causal, window=window)
+    check(inputs, do, run(bounded, inputs, do, **options), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sign", [1, -1, 0])
+def test_scores_at_the_bound(sign, dtype, device):
+    """All scores at 60, all at -60, and both in turns: as accurate as with a maximum."""
+    (q, k, v), do = make(1, 80, 1, 1, 32, dtype, device)
+    signs = sign or (torch.arange(80, device=device) % 2 * 2 - 1)[None, :, None, None]
+    inputs = normed((1 + q / 50, (1 + k / 50) * signs, v), 59.9)
+    scores = torch.einsum("bqhd,bkhd->bhqk", inputs[0].double(), inputs[1].double()) / 32**0.5
+    assert scores.abs().min() > 59 and scores.abs().max() < 60.5 and bool((scores > 0).any()) == (sign >= 0)
+    for options in (dict(causal=False), dict(window=20)):
+        check(inputs, do, run(bounded, inputs, do, **options), **options)
+
+
+def test_bounded_lse_and_gradients_are_those_of_the_running_maximum(device):
+    inputs, do = make(1, 50, 2, 1, 64, torch.float32, device)
+    inputs = normed(inputs, 20)
+    (o, lse), (o2, lse2) = (attention._flash_attention(*inputs, True, 30, 0.125, fixed) for fixed in (True, False))
+    torch.testing.assert_close(lse, lse2, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(o, o2, rtol=1e-5, atol=1e-6)
+    for a, b in zip(run(bounded, inputs, do, window=30), run(flash_attention, inputs, do, window=30)):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_beyond_the_bound(device):
+    """What the docstring says of scores that were promised to be small: far above the results are not finite, far below not either,
+    or zero. A row whose scores keep the promise is right whatever others do; without the promise all are."""
+    (q, k, v), _ = make(1, 70, 1, 1, 64, torch.bfloat16, device)
+    k = torch.ones_like(k)
+    for size in (300.0, -300.0):
+        q = torch.full_like(q, size / 8)
+        q[:, :30] = 0.5
+        o, plain = bounded(q, k, v), flash_attention(q, k, v)
+        assert torch.equal(o[:, :30], bounded(q[:, :30], k[:, :30], v[:, :30]))
+        assert not (o[:, 30:].isfinite() & (o[:, 30:] != 0)).any()
+        torch.testing.assert_close(plain, flash_attention_ref(q.float(), k.float(), v.float()).bfloat16(), rtol=0.02, atol=0.02)
+
+
+def test_bounded_has_no_effect_in_float16(device):
+    """e^11.1 is float16's largest number, and normed heads of 128 have scores up to 11.3: there the maximum stays, also by autocast."""
+    (q, k, v), do = make(1, 60, 1, 1, 128, torch.float16, device)
+    q, k, v = normed((q, q, v), 50)
+    assert all(map(torch.equal, run(bounded, (q, k, v), do), run(flash_attention, (q, k, v), do)))
+    with torch.autocast(device, torch.float16):
+        assert torch.equal(bounded(q.float(), k.float(), v.float()), flash_attention(q, k, v))
+    low = torch.bfloat16
+    assert not torch.equal(bounded(q.to(low), k.to(low), v.to(low)), flash_attention(q.to(low), k.to(low), v.to(low)))  # there it has
+
+
+@settings(max_examples=6, deadline=None)
+@given(data=st.data())
+def test_bounded_of_any_shape(data):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    T, group, n_kv_head = (data.draw(st.integers(1, n)) for n in (80, 2, 2))
+    head_dim, size = data.draw(st.sampled_from([16, 24, 64])), data.draw(st.floats(0.1, 60))
+    window = data.draw(st.none() | st.integers(0, 100))
+    causal = window is not None or data.draw(st.booleans())
+    inputs, do = make(1, max(T, 2), group * n_kv_head, n_kv_head, head_dim, torch.bfloat16, device, seed=T)
+    inputs, options = normed(inputs, size), dict(causal=causal, window=window)
+    check(inputs, do, run(bounded, inputs, do, **options), **options)
+
+
 # --- layout and grouped heads --------------------------------------------------------------------------------------
 
 
@@ -315,7 +410,7 @@ def test_nothing_to_do(device):
 def test_opcheck(causal, window, device):
     inputs, do = make(1, 20, 2, 1, 16, torch.bfloat16, device)
     leaves = [x.requires_grad_() for x in inputs]
-    torch.library.opcheck(attention._flash_attention, (*leaves, causal, window, 0.2))
+    torch.library.opcheck(attention._flash_attention, (*leaves, causal, window, 0.2, window == 8))
     o, lse = attention._flash_attention(*(x.detach() for x in inputs), causal, window, 0.2)
     inputs = [x.detach() for x in inputs]
     torch.library.opcheck(attention._flash_attention_backward, (do, *inputs, o, lse, causal, window, 0.2, True, False, True))
@@ -338,11 +433,13 @@ def test_compiles_without_breaks_or_recompiles(device):
         return aot_eager(graph, example_inputs)
 
     torch._dynamo.reset()
-    function = torch.compile(lambda q, k, v: flash_attention(q * 1.0, k, v, window=16).relu(), backend=backend, fullgraph=True)
+    function = torch.compile(
+        lambda q, k, v: flash_attention(q * 1.0, k, v, window=16, bounded=True).relu(), backend=backend, fullgraph=True
+    )
     for step in range(3):
         inputs, do = make(1, 20, 1, 1, 32, torch.float32, device, seed=step)
         ours = run(function, inputs, do)
-        expected = run(lambda q, k, v: flash_attention(q, k, v, window=16).relu(), inputs, do)
+        expected = run(lambda q, k, v: flash_attention(q, k, v, window=16, bounded=True).relu(), inputs, do)
         assert all(map(torch.equal, ours, expected))
     assert len(compiles) == 1
 
@@ -382,6 +479,15 @@ def test_refuses(change, message, device):
 @pytest.mark.parametrize("T, window", [(1025, None), (2048, None), (2048, 1024), (2048, 256), (1111, 77), (777, 0)])
 def test_real_sizes(dtype, head_dim, T, window, device, poison_empty):
     check(*make(2, T, 4, 2, head_dim, dtype, device), window=window)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("T, window", [(2048, None), (2048, 256), (1111, 77)])
+def test_real_sizes_bounded(head_dim, T, window, device, poison_empty):
+    inputs, do = make(2, T, 4, 2, head_dim, torch.bfloat16, device)
+    for size in (head_dim**0.5, 60):
+        check(normed(inputs, size), do, run(bounded, normed(inputs, size), do, window=window), window=window)
 
 
 @pytest.mark.gpu

@@ -23,6 +23,7 @@ KERNELS = {
     "qk_norm_rope": "qk_norm_rope_kernel qk_norm_rope_backward_kernel",
     "qkv": "qkv_kernel qkv_backward_kernel",
     "norm_linear": "rms_norm_kernel rms_norm_backward_kernel residual_mix_norm_kernel residual_mix_norm_backward_kernel",
+    "mlp": "rms_norm_kernel gated_kernel gated_backward_kernel rms_norm_backward_kernel",
     "residual_mix": "residual_mix_norm_kernel residual_mix_norm_backward_kernel",
     "attention": "_forward_kernel _delta_kernel _dkdv_kernel _dq_kernel",
     "cross_entropy": "_row_kernel _backward_kernel _reduce_kernel _scale_kernel",
@@ -46,8 +47,9 @@ def test_machine_code(module, tmp_path):
     assert not spilled
     if module == "attention":
         assert all(int(row["wmma"]) for row in rows)
-        windowed = {row["case"].split()[-1] for row in rows if "window 20" in row["case"]}  # rows whose first keys are all masked
-        assert windowed >= {"32", "64", "128"}
+        for bounded in (False, True):  # rows whose first keys are all masked
+            windowed = [row["case"] for row in rows if "window 20" in row["case"] and ("bounded" in row["case"]) == bounded]
+            assert {case.split()[-1] for case in windowed} >= {"64", "128"}
 
 
 def test_costs():

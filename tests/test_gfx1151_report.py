@@ -63,6 +63,10 @@ def test_every_kernel_is_reported(rows):
     for head_dim in (64, 128):
         passes = {row["kernel"].split()[1] for row in rows if row["shape"].startswith(f"head_dim {head_dim}") and row["default"] == "True"}
         assert passes == {"forward", "delta", "dq", *(["dkdv"] if head_dim == 64 else ["dv", "dk"])}
+        forward = [
+            row["shape"] for row in rows if row["kernel"].startswith("flash_attention forward") and f"head_dim {head_dim}" in row["shape"]
+        ]
+        assert {f"{shape}, bounded" for shape in forward if "bounded" not in shape} == {shape for shape in forward if "bounded" in shape}
 
 
 def test_figures_are_there(rows):

@@ -68,8 +68,7 @@ def has_kernel(device):
     [
         ((128, 64), 64, 64),  # the least that is fused
         ((2, 96, 72), 264, 72),  # tails of all three blocks
-        ((131, 64), 520, 136),  # a column of tiles of which the second half lies beyond the end
-        ((300, 128), 256, 64),  # more tiles than programs
+        ((131, 64), 520, 136),  # tiles whose second half lies beyond the end; more of them than programs
     ],
 )
 def test_fused(shape, hidden, out, device, launched, has_kernel, poison_empty):
@@ -297,11 +296,9 @@ def test_opcheck(device):
     dh, dy = gradients_for(inputs)
     h, _, a = mlp.add_norm_mlp_op(*inputs, 1e-6, torch.float32)
     weights = [w.t().contiguous().t() for w in inputs[2:]]
-    for gradient, needs in ((dh, (True, True, True)), (None, (True, False, True)), (dh, (False, True, False)), (dh, (False, False, True))):
+    for gradient, needs in ((None, (True, False, True)), (dh, (False, True, False))):
         torch.library.opcheck(mlp.add_norm_mlp_backward_op, (dy, gradient, h, a, *weights, 1e-6, *needs))
-    leaves = [t.requires_grad_() for t in inputs]
-    for dtype in (torch.float32, torch.bfloat16):
-        torch.library.opcheck(mlp.add_norm_mlp_op, (*leaves, 1e-6, dtype))
+    torch.library.opcheck(mlp.add_norm_mlp_op, (*(t.requires_grad_() for t in inputs), 1e-6, torch.bfloat16))
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -348,7 +345,7 @@ def test_unsupported_input(device):
         add_norm_mlp(x, x, fc, proj)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_shape_and_strides(device, data):
     """Half of the examples have widths that the kernel takes."""
@@ -381,24 +378,23 @@ from kernels import mlp
 
 M, N, K = mlp.BLOCK_M, mlp.BLOCK_N, mlp.BLOCK_K
 kernel = mlp.product_kernel
-for capability in (90, 100):
-    for slope in (False, True):
-        rows, columns = "tensordesc<bf16[%d,%d]>" % (M, K), "tensordesc<bf16[%d,%d]>" % ((K, N) if slope else (N, K))
-        half = "tensordesc<bf16[%d,%d]>" % (M, N // 2)
-        values = dict(SLOPE=slope, TRANSPOSED=not slope, FLATTEN=True, BLOCK_M=M, BLOCK_N=N, BLOCK_K=K, **({} if slope else {"aux": None}))
-        signature = {"a": rows, "b": columns, "out": half, "aux": half, **dict.fromkeys(("M", "N", "K", "n_programs"), "i32")}
-        signature = {n: "constexpr" if n in values else signature[n] for n in kernel.arg_names}
-        options = dict(num_warps=mlp.NUM_WARPS, num_stages=mlp.NUM_STAGES)
-        source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs={})
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        ptx = compiled.asm["ptx"]
-        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-            file.write(ptx), file.flush()
-            ptxas = (knobs.nvidia.ptxas if capability < 100 else knobs.nvidia.ptxas_blackwell).path
-            command = [ptxas, "-v", f"--gpu-name=sm_{capability}a", file.name, "-o", "/dev/null"]
-            said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-        print(capability, compiled.metadata.shared, "wgmma.mma_async" in ptx or "tcgen05.mma" in ptx, "cp.async.bulk.tensor" in ptx,
-              "0 bytes spill stores" in said)
+for capability, slope in ((90, False), (90, True), (100, True)):
+    rows, columns = "tensordesc<bf16[%d,%d]>" % (M, K), "tensordesc<bf16[%d,%d]>" % ((K, N) if slope else (N, K))
+    half = "tensordesc<bf16[%d,%d]>" % (M, N // 2)
+    values = dict(SLOPE=slope, TRANSPOSED=not slope, FLATTEN=True, BLOCK_M=M, BLOCK_N=N, BLOCK_K=K, **({} if slope else {"aux": None}))
+    signature = {"a": rows, "b": columns, "out": half, "aux": half, **dict.fromkeys(("M", "N", "K", "n_programs"), "i32")}
+    signature = {n: "constexpr" if n in values else signature[n] for n in kernel.arg_names}
+    options = dict(num_warps=mlp.NUM_WARPS, num_stages=mlp.NUM_STAGES)
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs={})
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    ptx = compiled.asm["ptx"]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx), file.flush()
+        ptxas = (knobs.nvidia.ptxas if capability < 100 else knobs.nvidia.ptxas_blackwell).path
+        command = [ptxas, "-v", f"--gpu-name=sm_{capability}a", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    print(capability, compiled.metadata.shared, "wgmma.mma_async" in ptx or "tcgen05.mma" in ptx, "cp.async.bulk.tensor" in ptx,
+          "0 bytes spill stores" in said)
 """
 
 
@@ -409,7 +405,7 @@ def test_product_kernel_for_hopper_and_blackwell():
     run = subprocess.run([sys.executable, "-c", COMPILE], cwd=folder, check=False, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     rows = [line.split() for line in run.stdout.splitlines()]
-    assert len(rows) == 4
+    assert len(rows) == 3
     for capability, shared, *facts in rows:
         assert 128 << 10 < int(shared) <= mlp.SHARED_MEMORY - 1024 and facts == ["True"] * 3, (capability, shared, facts)
 
