@@ -388,9 +388,9 @@ ROOMY = dict(SPLIT=True, RELOAD=False)
 # backward at 256 and float32 above 64 do spill: they work and are not tuned.
 # cuda: what compiles for sm_90 without, or with hardly any, spills; the smaller tiles are for short sequences and smaller parts.
 FORWARD_CONFIGS = {
-    64: {"hip": [_hip(64, 32), _hip(64, 64)],
+    64: {"hip": [_hip(64, 32), _hip(64, 64, waves_per_eu=4)],
          "cuda": [_cuda(128, 64, 4, 3), _cuda(128, 128, 4, 3), _cuda(128, 128, 8, 2), _cuda(128, 64, 8, 3), _cuda(64, 64, 4, 3)]},
-    128: {"hip": [_hip(64, 32, waves_per_eu=4), _hip(128, 32, num_warps=8, waves_per_eu=4), _hip(64, 16)],
+    128: {"hip": [_hip(64, 32, waves_per_eu=1), _hip(128, 32, num_warps=8, waves_per_eu=4), _hip(64, 16)],
           "cuda": [_cuda(64, 64, 4, 3), _cuda(128, 64, 8, 3), _cuda(128, 128, 8, 2), _cuda(64, 64, 4, 2), _cuda(64, 32, 4, 4)]},
     256: {"hip": [_hip(64, 16, num_warps=8, waves_per_eu=4)], "cuda": [_cuda(128, 32, 8, 2), _cuda(64, 64, 8, 2)]},
     "float32": {"hip": [_hip(16, 16, num_warps=8, waves_per_eu=4)], "cuda": [_cuda(32, 16, 8, 1)]},
@@ -612,7 +612,7 @@ _STRIDES = ("_b", "_t", "_h")
 
 def gfx1151_cases():
     """Every candidate for gfx1151, bfloat16 and causal: head_dim 128 (train.py: 4 heads, T 2048) and 64, with and without a window,
-    and heads in groups of 4. What to compile, and what a launch will tell the compiler."""
+    heads in groups of 4, and bounded scores. What to compile, and what a launch will tell the compiler."""
 
     def case(name, kernel, shape, constexprs, options, kind, default):
         signature = {
@@ -623,10 +623,12 @@ def gfx1151_cases():
 
     for head_dim in (128, 64):
         fused = head_dim <= FUSE_DKDV_TO["hip"]
-        passes = [("forward", _forward_kernel, FORWARD_CONFIGS, {}), ("dq", _dq_kernel, DQ_CONFIGS, {})] + [
+        passes = [("forward", _forward_kernel, FORWARD_CONFIGS, dict(FIXED_PEAK=bounded)) for bounded in (False, True)]
+        passes += [("dq", _dq_kernel, DQ_CONFIGS, {})] + [
             (name, _dkdv_kernel, DKDV_CONFIGS, dict(DK="dk" in name, DV="dv" in name)) for name in (["dkdv"] if fused else ["dv", "dk"])]
         for (name, kernel, table, flags), (group, windowed) in itertools.product(passes, ((1, False), (1, True), (4, False))):
             shape = f"head_dim {head_dim}, " + ("window" if windowed else "causal") + (", groups of 4" if group > 1 else "")
+            shape += ", bounded" if flags.get("FIXED_PEAK") else ""
             for i, config in enumerate(table[head_dim]["hip"]):
                 tile = {n: x for n, x in config.kwargs.items() if n != "waves_per_eu"}
                 options = {n: x for n, x in config.all_kwargs().items() if n in ("num_warps", "num_stages", "waves_per_eu")}
