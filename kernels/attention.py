@@ -391,7 +391,7 @@ FORWARD_CONFIGS = {
     64: {"hip": [_hip(64, 32), _hip(64, 64, waves_per_eu=4)],
          "cuda": [_cuda(128, 64, 4, 3), _cuda(128, 128, 4, 3), _cuda(128, 128, 8, 2), _cuda(128, 64, 8, 3), _cuda(64, 64, 4, 3)]},
     128: {"hip": [_hip(64, 32, waves_per_eu=1), _hip(128, 32, num_warps=8, waves_per_eu=4), _hip(64, 16)],
-         "cuda": [_cuda(64, 64, 4, 3), _cuda(128, 64, 8, 3), _cuda(64, 32, 4, 4)]},
+          "cuda": [_cuda(64, 64, 4, 3), _cuda(128, 64, 8, 3), _cuda(64, 32, 4, 4)]},
     256: {"hip": [_hip(64, 16, num_warps=8, waves_per_eu=4)], "cuda": [_cuda(128, 32, 8, 2), _cuda(64, 64, 8, 2)]},
     "float32": {"hip": [_hip(16, 16, num_warps=8, waves_per_eu=4)], "cuda": [_cuda(32, 16, 8, 1)]},
 }
@@ -611,7 +611,7 @@ _STRIDES = ("_b", "_t", "_h")
 
 def gfx1151_cases():
     """Every candidate for gfx1151, bfloat16 and causal: head_dim 128 (train.py: 4 heads, T 2048) and 64, with and without a window,
-    and heads in groups of 4. What to compile, and what a launch will tell the compiler."""
+    heads in groups of 4, and bounded scores. What to compile, and what a launch will tell the compiler."""
 
     def case(name, kernel, shape, constexprs, options, kind, default):
         signature = {
