@@ -770,9 +770,12 @@ def meddling(tree):
             names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
-        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and isinstance(node.value, ast.Name):
-            if node.value.id in modules:
-                found.append((f"changes {modules[node.value.id]}.{node.attr}", line))
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
+            root = node
+            while isinstance(root, (ast.Attribute, ast.Subscript)):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id in modules:
+                found.append((f"changes {modules[root.id]}{ast.unparse(node)[len(root.id) :]}", line))
         elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load) and node.id in {**names, **modules}:
             found.append((f"changes {names.get(node.id) or modules[node.id]}", line))
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in names:

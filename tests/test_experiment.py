@@ -256,6 +256,9 @@ def test_what_try_refuses(series):
         "does not compile, line": before + "def broken(:\n",
         "changes prepare.TIME_BUDGET": before.replace("import os\n", "import os\nimport prepare\nprepare.TIME_BUDGET = 100\n"),
         "changes prepare.evaluate_bpb": before.replace("import os\n", "import os\nimport prepare as p\np.evaluate_bpb = lambda: 0\n"),
+        "changes prepare.__dict__['TIME_BUDGET']": before.replace(
+            "import os\n", "import os, prepare\nprepare.__dict__['TIME_BUDGET'] = 9\n"
+        ),
         "replaces prepare.evaluate_bpb": before.replace(
             "import os\n", "import os\nfrom prepare import evaluate_bpb\n\ndef evaluate_bpb():\n    pass\n"
         ),
