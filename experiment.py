@@ -654,7 +654,7 @@ def verdict_lines(turn, outcome, status, notes):
         return [line[:240] for line in [*lines, *notes, f"log: {folder}/run.log"]], CRASHED if status == "crash" else 0
     series = Series(turn["tag"])
     value = summary["val_bpb"]
-    lines = [f"{status} run {number} {turn['short']}: {turn['description']}"]
+    lines = [f"{'noise' if turn['kind'] == 'noise' else status} run {number} {turn['short']}: {turn['description']}"]
     if turn["kind"] == "noise" and series.noise:
         mean, floor, count = series.noise
         lines.append(f"val_bpb {value:.6f}; {count} seeds: mean {mean:.6f}, deviation = noise floor {floor:.6f}")
@@ -691,7 +691,7 @@ def slower(outcome, base, same):
         if ratio < 0.95 and work(summary) == work(before):
             cause = "the machine was slow" if same or busy else "the idea costs that, or the machine was slow"
             return f"{100 - 100 * ratio:.0f} % fewer tokens/s than the best at equal size: {cause}{f' ({busy})' if busy else ''}"
-    return f"{busy}: the number may be too high" if busy and not has_gpu() else None
+    return f"{busy}: the number may be too high" if busy and not has_gpu() and outcome["seconds"]["total"] > 5 else None
 
 
 def log_tail(number, count):
