@@ -66,7 +66,8 @@ LIMITS = {
 for setting in os.environ.get("AUTORESEARCH_LIMITS", "").split():
     name, _, value = setting.partition("=")
     if name not in LIMITS or not re.fullmatch(r"\d+(\.\d+)?", value):
-        sys.exit(f"AUTORESEARCH_LIMITS: {setting!r} is none of {', '.join(LIMITS)} with =NUMBER")
+        print(f"AUTORESEARCH_LIMITS: {setting!r} is none of {', '.join(LIMITS)} with =NUMBER", file=sys.stderr)
+        sys.exit(REFUSED)
     LIMITS[name] = float(value)
 
 
@@ -555,7 +556,7 @@ def finish(turn):
     status = verdict(turn, outcome)
     notes = []
     if status:
-        if not os.path.exists(LEDGER):
+        if not read_bytes(LEDGER):
             append_line(LEDGER, HEADER)
         if not recorded(turn):
             append_line(LEDGER, row_text(turn, outcome, status))
@@ -650,7 +651,7 @@ def verdict_lines(turn, outcome, status, notes):
         word = "crash" if status == "crash" else "discard"
         lines = [f"{word} run {number} {turn['short']}: {turn['description']}", outcome["reason"]]
         if status == "crash" and not outcome["reason"].startswith("invalid"):
-            lines += [line for line in log_tail(number, 4) if line.removeprefix("FAIL: ") != outcome["reason"]]
+            lines += [line for line in log_tail(number, 4) if line.removeprefix("FAIL: ")[:200] not in outcome["reason"]]
         return [line[:240] for line in [*lines, *notes, f"log: {folder}/run.log"]], CRASHED if status == "crash" else 0
     series = Series(turn["tag"])
     value = summary["val_bpb"]
@@ -669,8 +670,9 @@ def verdict_lines(turn, outcome, status, notes):
     before = base.get("summary") or {}
     steps = number_text(summary.get("num_steps")) + (f" (best {number_text(before.get('num_steps'))})" if before else "")
     took = outcome["seconds"]
+    mfu = f"MFU {summary['mfu_percent']} %, " if isinstance(summary.get("mfu_percent"), float) else ""
     lines.append(
-        f"memory {memory_gb(summary):.1f} GB, {steps} steps, MFU {number_text(summary.get('mfu_percent'))} %, "
+        f"memory {memory_gb(summary):.1f} GB, {steps} steps, {mfu}"
         f"{took['total']:.0f} s ({took['startup']:.0f} start, {took['training']:.0f} training, {took['evaluation']:.0f} evaluation)"
     )
     slow = slower(outcome, base, same=turn["kind"] == "noise")
@@ -1157,6 +1159,8 @@ def judge(turn, reader, code, why, expected, tampered):
     if code != 0:
         if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
             return "crash", "killed by the kernel: out of host memory?"
+        if last_words(turn["number"]).startswith("autoresearch: "):  # run.sh and env.sh, before train.py
+            return "environment", last_words(turn["number"])
         how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
         return "crash", reader.fault or f"{last_words(turn['number']) or 'no output'} ({how})"
     if not reader.summaries:
@@ -1239,12 +1243,12 @@ def run(turn, gpu):
         expected["fingerprint"] = (series.outcome(series.baseline).get("summary") or {}).get("fingerprint")
     reference = series.outcome(series.best).get("losses") if turn["prune"] and series.best else None
     reader = Reader(budget + LIMITS["training"], reference)
+    ours = sum(os.times()[:4])
     busy, had = cpu_times()
     code, why, left = follow(["./run.sh"], TREE, environment, turn["token"], log, reader, gpu, started)
     busy, had = cpu_times()[0] - busy, cpu_times()[1] - had
-    ours = sum(os.times()[:4])
-    tampered = git("status", "--porcelain", "--untracked-files=no", cwd=TREE, check=False)
-    tampered = tampered.split()[-1] if tampered else None
+    ours = sum(os.times()[:4]) - ours
+    tampered = (git("diff", "--name-only", turn["commit"], cwd=TREE, check=False) or "").split("\n")[0]
     end = judge(turn, reader, code, why, expected, tampered)
     end = ("environment", unkillable(left)) if left else blame_machine(*end, number)
     summary = reader.summaries[-1] if reader.summaries else None
