@@ -37,9 +37,11 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import tokenize
 import traceback
+import warnings
 
 ROOT = os.path.dirname(os.path.realpath(__file__))
 RUNS = os.path.join(ROOT, "runs")
@@ -56,9 +58,9 @@ LIMITS = {
     "training": 300,  # from the start to the end of training, beyond the time budget
     "evaluation": 600,
     "silence": 180,  # without output after the first step
-    "ending": 60,  # after the summary, or after a reason to fail was printed
+    "ending": 60,  # after the summary
     "setup": 4 * 3600,  # before a baseline: packages and data
-    "grace": 10,  # between SIGTERM and SIGKILL
+    "grace": 10,  # after a reason to fail was printed; between SIGTERM and SIGKILL
     "kill": 20,  # after SIGKILL; what is left then only a reboot ends
     "log": 2_000_000,  # bytes of run.log
     "disk": 1_000_000_000,  # bytes that must be free
@@ -138,11 +140,16 @@ def git(*arguments, data=None, env=None, check=True, cwd=ROOT):
     environment = (
         {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"} | (env or {})
     )
-    try:
-        done = subprocess.run(command, cwd=cwd, input=data, stdin=None if data is not None else subprocess.DEVNULL,
-                              capture_output=True, env=environment)  # fmt: skip
-    except FileNotFoundError:
-        raise Refusal("git is not installed, and the loop needs it", ENVIRONMENT) from None
+    options = {"input": data} if data is not None else {"stdin": subprocess.DEVNULL}
+    for _ in range(60):
+        try:
+            done = subprocess.run(command, cwd=cwd, capture_output=True, env=environment, **options)
+        except FileNotFoundError:
+            raise Refusal("git is not installed, and the loop needs it", ENVIRONMENT) from None
+        locked = re.search(rb"Unable to create '(.+\.lock)': File exists", done.stderr) if done.returncode else None
+        if not locked:
+            break
+        remove_if_stale(os.fsdecode(locked[1]))
     if done.returncode == 0:
         return done.stdout.decode("utf-8", "surrogateescape").rstrip("\n")
     if not check:
@@ -170,14 +177,11 @@ def current_tag():
 def tree_with(blob, commit):
     """The tree of `commit` with the blob as its train.py; neither the index nor a file is touched."""
     mode = git("ls-tree", commit, "train.py").split()[0]
-    index = {"GIT_INDEX_FILE": os.path.join(RUNS, "index.tmp")}
-    try:
+    with tempfile.TemporaryDirectory(prefix="new-", dir=RUNS) as folder:
+        index = {"GIT_INDEX_FILE": os.path.join(folder, "index")}
         git("read-tree", commit, env=index)
         git("update-index", "--cacheinfo", f"{mode},{blob},train.py", env=index)
         return git("write-tree", env=index)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(index["GIT_INDEX_FILE"])
 
 
 def commit_tree(tree, message, *parents):
@@ -190,17 +194,15 @@ def commit_tree(tree, message, *parents):
     return commit
 
 
-def remove_stale_locks(tag):
-    """A git that was killed leaves its lock files, and every later git would fail: remove those that no running git can own."""
-    folder = git("rev-parse", "--absolute-git-dir")
-    common = os.path.join(ROOT, git("rev-parse", "--git-common-dir"))
-    names = [os.path.join(folder, "index.lock"), os.path.join(folder, "HEAD.lock")]
-    names += [os.path.join(common, "refs", "heads", "autoresearch", f"{tag}.lock")]
-    for path in names:
-        with contextlib.suppress(OSError):
-            if time.time() - os.stat(path).st_mtime > 2 and not any(process["name"].startswith("git") for process in processes()):
-                os.remove(path)
-                print(f"removed {path}, left by a git that was killed")
+def remove_if_stale(lock):
+    """Wait a little for a lock file of git; one that a killed git has left is removed: it is old, and no git runs that could own it."""
+    with contextlib.suppress(FileNotFoundError):
+        here = (p["pid"] for p in processes() if p["name"].startswith("git"))
+        if time.time() - os.stat(lock).st_mtime > 2 and not any(working_folder(pid).startswith(ROOT) for pid in here):
+            os.remove(lock)
+            print(f"removed {lock}, left by a git that was killed")
+            return
+    time.sleep(0.1)
 
 
 # ---------------------------------------------------------------------------
@@ -288,6 +290,12 @@ def processes():
                     "session": int(fields[3]),
                     "start": fields[19],
                 }
+
+
+def working_folder(pid):
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/{pid}/cwd")
+    return ""
 
 
 def processes_of(token, leader):
@@ -506,13 +514,9 @@ def recorded(turn):
 
 def set_index(old, new):
     """Let the index hold the blob `new` for train.py where it holds `old`, so that git status stays clean."""
-    for attempt in range(30):
-        entry = git("ls-files", "--stage", "train.py").split()
-        if len(entry) < 2 or entry[1] != old or old == new:
-            break
-        if git("update-index", "--cacheinfo", f"{entry[0]},{new},train.py", check=False) is not None:
-            break
-        time.sleep(0.1 * (attempt < 29))
+    entry = git("ls-files", "--stage", "train.py").split()
+    if len(entry) > 1 and entry[1] == old:
+        git("update-index", "--cacheinfo", f"{entry[0]},{new},train.py")
     git("update-index", "-q", "--refresh", check=False)
 
 
@@ -573,7 +577,8 @@ def finish(turn):
 
 def recover():
     """Finish the last turn if it is not finished. Returns the turn that is running now, or None. The state lock is held."""
-    shutil.rmtree(os.path.join(RUNS, "new"), ignore_errors=True)
+    for leftover in glob.glob(os.path.join(glob.escape(RUNS), "new*")):
+        shutil.rmtree(leftover, ignore_errors=True)
     number = last_number()
     if not number:
         return None
@@ -586,7 +591,6 @@ def recover():
     if not os.path.exists(run_file(number, "outcome.json")):
         if is_supervised(number):
             return turn
-        remove_stale_locks(turn["tag"])
         git("update-ref", reference_of(turn), turn["commit"])
         started = read_json(run_file(number, "process.json"))
         left = end_processes(turn["token"], started, LIMITS["grace"])
@@ -596,7 +600,6 @@ def recover():
             outcome = end_state("stopped", "its supervisor was killed" if started else "it was killed before it started")
         write_outcome(turn, outcome)
         print(f"run {number} was cut short: {outcome['reason']}")
-    remove_stale_locks(turn["tag"])
     repair_ledger(turn)
     finish(turn)
     return None
@@ -638,6 +641,8 @@ def verdict_lines(turn, outcome, status, notes):
     """(at most 12 short lines, exit code): what whoever started the run has to know."""
     number, summary, state = turn["number"], outcome["summary"] or {}, outcome["state"]
     folder = f"runs/{number}"
+    if outcome.get("model"):
+        notes = [*notes, f"trained, not evaluated: the model is in {outcome['model']} (train.py --evaluate)"]
     if status is None:
         again = "train.py is as it was: try it again" if turn["kind"] == "try" else f"run it again: {turn['kind']}"
         if state == "stopped":
@@ -646,7 +651,7 @@ def verdict_lines(turn, outcome, status, notes):
             f"ENVIRONMENT run {number}: {outcome['reason']}",
             "Not the idea's fault: nothing is recorded. End the loop and tell the human.",
         ]
-        return [*lines, *log_tail(number, 3), f"log: {folder}/run.log"], ENVIRONMENT
+        return [*lines, *log_tail(number, 3), *notes, f"log: {folder}/run.log"], ENVIRONMENT
     if status == "crash" or state == "pruned":
         word = "crash" if status == "crash" else "discard"
         lines = [f"{word} run {number} {turn['short']}: {turn['description']}", outcome["reason"]]
@@ -713,9 +718,10 @@ def log_tail(number, count):
 
 def parse(source):
     try:
-        compile(source, "train.py", "exec", dont_inherit=True)
-        return ast.parse(source)
-    except (SyntaxError, ValueError) as e:
+        with warnings.catch_warnings(action="ignore") if sys.version_info >= (3, 11) else contextlib.nullcontext():
+            compile(source, "train.py", "exec", dont_inherit=True)
+            return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError) as e:
         line = f", line {e.lineno}" if getattr(e, "lineno", None) else ""
         raise Refusal(f"train.py does not compile{line}: {getattr(e, 'msg', e)}") from None
 
@@ -931,9 +937,15 @@ def detach(number, alive, gpu):
 
 
 def remove_tree():
+    """Remove the worktree, also one that was half made or half removed."""
     if os.path.lexists(TREE):
         git("worktree", "remove", "--force", "--force", TREE, check=False)
         shutil.rmtree(TREE, ignore_errors=True)
+    common = os.path.join(ROOT, git("rev-parse", "--git-common-dir"))
+    for folder in glob.glob(os.path.join(glob.escape(common), "worktrees", "run*")):
+        place = (read_bytes(os.path.join(folder, "gitdir")) or b"").strip()
+        if place in (b"", os.fsencode(os.path.join(TREE, ".git"))):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def make_tree(turn):
@@ -1001,7 +1013,7 @@ class Reader:
         elif match := STEP.match(text):
             self.first_step = self.first_step or now
             progress, loss = float(match[2]) / 100, as_number(match[3])
-            if not isinstance(loss, (int, float)) or not math.isfinite(loss):
+            if isinstance(loss, str):
                 self.fail(f"the loss is {loss} at step {int(match[1])}")
             else:
                 self.losses.append((progress, loss))
@@ -1026,7 +1038,7 @@ class Reader:
     def why_end(self):
         """(state, reason) to end the run now, or None."""
         now = time.monotonic()
-        if self.ending and now - self.ending > LIMITS["ending"]:
+        if self.ending and now - self.ending > LIMITS["grace" if self.fault else "ending"]:
             return "crash", self.fault or f"it did not end within {LIMITS['ending']:g} s of its summary"
         if self.ending:
             return None
@@ -1066,9 +1078,10 @@ def at_progress(losses, progress):
 
 
 def as_number(text):
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
+    """The finite number that a text is, or the text."""
+    with contextlib.suppress(ValueError):
+        value = int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
+        return value if math.isfinite(value) else text
     return text
 
 
@@ -1163,7 +1176,7 @@ def judge(turn, reader, code, why, expected, tampered):
             return "environment", last_words(turn["number"])
         how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
         return "crash", reader.fault or f"{last_words(turn['number']) or 'no output'} ({how})"
-    if not reader.summaries:
+    if reader.fault or not reader.summaries:
         return "crash", reader.fault or "it ended without a summary"
     if len(reader.summaries) > 1:
         return "crash", f"invalid: {len(reader.summaries)} summaries"
@@ -1223,7 +1236,7 @@ def run(turn, gpu):
     """Run one experiment and write its outcome."""
     number = turn["number"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
-    environment |= {"AUTORESEARCH_SEED": str(turn["seed"]), "PYTHONUNBUFFERED": "1"}
+    environment |= {"AUTORESEARCH_SEED": str(turn["seed"]), "AUTORESEARCH_CACHE": cache_folder(), "PYTHONUNBUFFERED": "1"}
     log = Log(run_file(number, "run.log"), LIMITS["log"])
     started = run_file(number, "process.json")
     if turn["kind"] == "baseline":  # the one run before which something may be missing: run.sh sets it up; --help then ends train.py
@@ -1236,7 +1249,8 @@ def run(turn, gpu):
         log.size = 0
     make_tree(turn)
     facts = dataset_facts(environment)
-    budget = as_number(environment.get("AUTORESEARCH_TIME_BUDGET") or facts.get("time_budget") or 600)
+    budget = as_number(str(environment.get("AUTORESEARCH_TIME_BUDGET") or facts.get("time_budget")))
+    budget = 600 if isinstance(budget, str) else budget
     expected = {"eval_tokens": facts.get("eval_tokens")}
     series = Series(turn["tag"])
     if turn["bar"] is not None:
@@ -1265,6 +1279,7 @@ def run(turn, gpu):
     model = os.path.join(TREE, "unevaluated.pt")
     if end[0] != "valid" and os.path.exists(model):  # trained, not evaluated: the last such model stays
         os.replace(model, os.path.join(RUNS, "unevaluated.pt"))
+        facts["model"] = "runs/unevaluated.pt"
     return end, facts
 
 
@@ -1501,7 +1516,7 @@ def progress_of(number):
         if match := STEP.match(line):
             left = re.search(r"remaining: (\d+)s", line)
             return f"{match[2]} %, loss {match[3]}" + (f", {left[1]} s of training left" if left else "")
-    return "starting"
+    return f"starting; {last_words(number)[:100] or 'no output yet'}"
 
 
 def command_stop(arguments):
@@ -1673,6 +1688,9 @@ def main():
     except Refusal as e:
         print(f"experiment.py: {e}", file=sys.stderr)
         return e.code
+    except BrokenPipeError:  # `| head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as e:
         print(f"experiment.py: {e}", file=sys.stderr)
         return ENVIRONMENT

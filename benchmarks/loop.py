@@ -2,12 +2,12 @@
 
     python benchmarks/loop.py [--experiments 1000] [--kill 0.1] [--out DIR]
 
-Each turn is a real one (commit, worktree, supervisor, ledger) through the command line, with a train.py that takes 50 ms; a third or more
-are better than the best, others worse, and some crash. With --kill this share of the turns has its caller or its supervisor killed (SIGKILL) at a
-random moment, and is tried again if it was not recorded. Prints, for each tenth of the series: experiments so far, the median seconds of an
-undisturbed turn and the characters that it prints, the seconds of `status` and its lines, and how many turns were disturbed. Checks at the end
-that the ledger holds every idea once and in order, that branch, train.py and git are as the ledger says, and that nothing is left behind.
-Writes loop.csv (--out).
+Each turn is a real one (commit, worktree, supervisor, ledger) through the command line, with a train.py that takes 50 ms; a third or
+more are better than the best, others worse, and some crash. With --kill this share of the turns has its caller or its supervisor killed
+(SIGKILL) at a random moment, and is tried again if it was not recorded. Prints, for each tenth of the series: experiments so far, the
+median seconds of an undisturbed turn and the characters that it prints, the seconds of `status` and its lines, and how many turns were
+disturbed. Checks at the end that the ledger holds every idea once and in order, that branch, train.py and git are as the ledger says, and
+that nothing is left behind. Writes loop.csv (--out).
 """
 
 import argparse
@@ -39,7 +39,7 @@ def kill_supervisor(checkout):
 
 
 def turn(checkout, idea, chance):
-    """One experiment, to its row; returns (seconds, characters printed), None for them where it was disturbed."""
+    """One experiment, to its row; returns (seconds, characters printed), None where it was disturbed."""
     start = time.perf_counter()
     process = checkout.start("try", idea)
     disturbed = random.random() < chance
@@ -52,11 +52,11 @@ def turn(checkout, idea, chance):
     output = process.communicate()[0]
     seconds = time.perf_counter() - start
     if disturbed:
-        checkout.call("wait", code=None)
-        if not any(row[4] == idea for row in checkout.rows):
-            return turn(checkout, idea, 0) and None
-        return None
-    return seconds, len(output)
+        output += checkout.call("wait", code=None)
+        if checkout.rows[-1][4] != idea:  # it was not judged, and is untouched
+            output += checkout.call("try", idea, code=None)
+    assert checkout.rows[-1][4] == idea, output
+    return None if disturbed else (seconds, len(output))
 
 
 def main():
@@ -91,6 +91,7 @@ def main():
                 turns, disturbed = [], 0
         found = [(row[4], row[3]) for row in checkout.rows[1:]]
         assert found == expected, "the ledger is not what happened"
+        assert not list(checkout.folder.glob(".git/worktrees/*")) and not list(checkout.folder.glob("runs/new*"))
         assert checkout.best_value() == best and checkout.is_clean() and os.listdir(checkout.folder / "worktrees") == []
         assert not [
             p for p in experiment.processes() if f"{folder}".encode() in (experiment.read_bytes(f"/proc/{p['pid']}/cmdline") or b"")

@@ -378,6 +378,8 @@ CRASHES = {
     "no summary": ("sys.exit(0)", "it ended without a summary"),
     "an error": ("raise ValueError('boom')", "ValueError: boom (exit code 1)"),
     "a reason": ("print('FAIL: sizes do not fit', file=sys.stderr); sys.exit(1)", "sizes do not fit"),
+    "a reason, and a result": ("print('FAIL: doomed', flush=True)", "doomed"),
+    "evaluation fails": ("open('unevaluated.pt', 'w'); raise RuntimeError('boom')", "the model is in runs/unevaluated.pt"),
     "a reason, and on": ("print('FAIL: doomed', flush=True); time.sleep(60)", "doomed"),
     "the loss is nan": ("print('step 00115 (99.0%) | loss: nan |', flush=True); time.sleep(60)", "the loss is nan at step 115"),
     "hangs": ("time.sleep(60)", "it hung: no output for 1 s"),
@@ -486,6 +488,15 @@ def test_killed_then_any_command(shared, tmp_path, stage, better):
     assert [row[3] for row in shared.rows[count:]] == ["keep" if better else "discard"]
     assert shared.best_value() == (value if better else before) and shared.is_clean()
     assert not (shared.folder / "runs/new").exists() and not (shared.folder / "worktrees/run").exists()
+
+
+def test_locks_that_a_killed_git_left(series):
+    """git's own lock files: the next command waits for them, and removes them when no git can own them."""
+    series.edit(VALUE=1.9)
+    (series.folder / ".git/index.lock").write_text("")
+    (series.folder / ".git/refs/heads/autoresearch/nov29.lock").write_text("")
+    (series.folder / ".git/refs/autoresearch/nov29/2.lock").write_text("")
+    assert "left by a git that was killed" in series.call("try", "x") and series.best_value() == 1.9 and series.is_clean()
 
 
 def test_killed_with_its_whole_group_the_run_goes_on(series):
