@@ -27,6 +27,8 @@ import datetime
 import fcntl
 import glob
 import hashlib
+import io
+import itertools
 import json
 import math
 import os
@@ -455,6 +457,7 @@ class Series:
         self.bar = min(map(score, kept)) if kept else None  # what counts as lower: simplifications must not let it creep up
         self.noise = noise_floor(self.rows)
         self.settings = read_json(os.path.join(RUNS, f"{tag}.json")) or {}
+        self.seed = self.settings.get("seed", 42)
 
     def number(self, row):
         """The run of a row; None if runs/ doesn't know it."""
@@ -819,8 +822,6 @@ def check_program(tree, base, tip):
 
 def code_size(source):
     """Words and signs of code in a program, comments left out."""
-    import io
-
     leave_out = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
     return sum(t.type not in leave_out for t in tokenize.tokenize(io.BytesIO(source).readline))
 
@@ -1367,10 +1368,13 @@ def command_begin(arguments):
     tag = arguments.tag
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", tag) or git("check-ref-format", f"refs/heads/{branch_of(tag)}", check=False) is None:
         raise Refusal(f"{tag!r} is no tag: use letters, digits, - and _, such as nov29")
+    seed = os.environ.get("AUTORESEARCH_SEED") or "42"
+    if not seed.isdecimal() or int(seed) >= 2**63:
+        raise Refusal(f"AUTORESEARCH_SEED={seed!r} is no seed; use a whole number, such as 42")
     with state_lock():
         if running := recover():
             raise Refusal(f"run {running['number']} is still running: wait for it")
-        if not os.path.exists(os.path.join(ROOT, "train.py")):
+        if not os.path.exists(TRAIN):
             raise Refusal("there is no train.py here")
         if resolve("HEAD") is None:
             raise Refusal("the branch has no commit yet: commit the project first")
@@ -1393,12 +1397,12 @@ def command_begin(arguments):
         if not exists:
             git("switch", "--quiet", "--create", branch_of(tag))
         settings = {name: os.environ[name] for name in SETTINGS if os.environ.get(name)}
-        write_json(os.path.join(RUNS, f"{tag}.json"), {"tag": tag, "environment": settings, "begun": now_text()})
+        write_json(os.path.join(RUNS, f"{tag}.json"), {"tag": tag, "seed": int(seed), "environment": settings, "begun": now_text()})
         head = resolve("HEAD")
         source = git_file(head)
         # A commit of its own, so that a commit names one run of one series.
         commit = commit_tree(resolve(f"{head}^{{tree}}"), f"baseline\n\nRun {last_number() + 1} of {branch_of(tag)}.\n", head)
-        number = start_turn(Series(tag), "baseline", "baseline", commit, head, source, int(os.environ.get("AUTORESEARCH_SEED") or 42),
+        number = start_turn(Series(tag), "baseline", "baseline", commit, head, source, int(seed),
                             digest=digest_of(parse(source)), changed=[])  # fmt: skip
     print(f"run {number}: the baseline of {branch_of(tag)}" + ("" if exists else f" (from {head[:7]})"))
     return wait_for(arguments.wait)
@@ -1452,7 +1456,7 @@ def command_try(arguments):
             description = f"simpler: {description}"
         blob = git("hash-object", "-w", "--path=train.py", "--stdin", data=source)
         commit = commit_tree(tree_with(blob, head), f"{description}\n\nRun {last_number() + 1} of {branch_of(series.tag)}.\n", head)
-        number = start_turn(series, "try", description, commit, head, source, int(series.settings.get("seed", 42)), digest=digest,
+        number = start_turn(series, "try", description, commit, head, source, series.seed, digest=digest,
                             changed=changed_names(base, tree), margin=arguments.margin, simpler=arguments.simpler,
                             prune=arguments.prune)  # fmt: skip
     return wait_for(arguments.wait, number)
@@ -1461,8 +1465,8 @@ def command_try(arguments):
 def start_noise(series, count):
     """Start one repeat of the best with a seed that it has not had, and `count` - 1 after it."""
     best = series.best["commit"]
-    used = {line["seed"] for line in series.tried if line["commit"] == best}
-    seed = next(s for s in range(42, 10**9) if s not in used and s != 42)
+    used = {series.seed} | {line["seed"] for line in series.tried if line["commit"] == best}
+    seed = next(seed for seed in itertools.count(42) if seed not in used)
     commit = read_turn(series.number(series.best))["commit"] if series.number(series.best) else resolve(best)
     return start_turn(series, "noise", f"noise: seed {seed} of {best}", commit, commit, git_file(commit), seed, remaining=count - 1)
 

@@ -241,10 +241,13 @@ def test_a_series_must_be_checked_out_and_its_own(series):
 
 
 def test_a_shell_without_the_settings_goes_on_with_the_series_own(fresh):
-    fresh.call("begin", "short", AUTORESEARCH_TIME_BUDGET="2", GPU_BF16_PEAK_FLOPS="1e12")
+    assert "AUTORESEARCH_SEED='x'" in fresh.call("begin", "short", code=2, AUTORESEARCH_SEED="x")
+    fresh.call("begin", "short", AUTORESEARCH_TIME_BUDGET="2", GPU_BF16_PEAK_FLOPS="1e12", AUTORESEARCH_SEED="43")
     fresh.edit('print("budget", os.environ["AUTORESEARCH" + "_TIME_BUDGET"], os.environ["GPU_BF16_PEAK_FLOPS"])', VALUE=1.9)
     fresh.call("try", "x")
     assert "budget 2 1e12" in (fresh.folder / "runs/2/run.log").read_text()
+    fresh.call("noise", "2")
+    assert [fresh.run_json(n)["seed"] for n in (1, 2, 3, 4)] == [43, 43, 42, 44]
 
 
 def test_one_run_a_gpu(series, tmp_path):
