@@ -12,6 +12,7 @@ import argparse
 import gc
 import math
 import os
+import platform
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -675,7 +676,6 @@ def main():
         del optimizer, loader
         saved = machine.save(path, {"config": asdict(model.config), "model": model.state_dict(), "facts": result})
 
-    print(f"Evaluating {EVAL_TOKENS:,} tokens", flush=True)
     evaluation_started = time.time()
     model.eval()
     with machine.autocast(device):
@@ -694,7 +694,10 @@ def main():
         "attention": model.attention,
         "tok_per_sec": result["tok_per_sec"],
         "eval_seconds": f"{ended - evaluation_started:.1f}",
+        "python": platform.python_version(),
     }
+    if os.environ.get("AUTORESEARCH_RUN"):  # by which experiment.py knows that a summary is its run's own
+        summary["run"] = os.environ["AUTORESEARCH_RUN"]
     print("---")
     for key, value in summary.items():
         print(f"{key + ':':<17} {value}")
@@ -715,6 +718,8 @@ if __name__ == "__main__":
     except BrokenPipeError:  # `| head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError) as e:  # a path that this file names
+        fail(e)
     except OSError as e:
         fail(e, machine.EXIT_ENVIRONMENT)
     except torch.OutOfMemoryError as e:

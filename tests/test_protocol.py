@@ -58,11 +58,13 @@ def test_batches(tokenizer, split):
     assert digests == golden["batch_sha256_16"] and epochs == golden["epochs"]
 
 
-def fixed_model(x, y, reduction):
+def fixed_model(x, y=None, reduction="none"):
     """Logit of token v after token u: 4 cos(0.37 u + 1.3 v) in float64."""
     assert reduction == "none"
     v = torch.arange(2048, dtype=torch.float64, device=x.device)
     logits = 4 * torch.cos(0.37 * x[..., None].double() + 1.3 * v)
+    if y is None:
+        return logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").float()
 
 
@@ -71,26 +73,101 @@ def test_evaluate_bpb_whatever_the_batch_size(tokenizer, batch_size):
     """64 rows: sizes that don't divide them count the same tokens (upstream drops what is left over)."""
     seen = []
 
-    def model(x, y, reduction):
-        seen.append(x.shape)
-        return fixed_model(x, y, reduction)
+    class Model(torch.nn.Module):
+        def forward(self, x, y=None, reduction="none"):
+            return fixed_model(x, y, reduction)
 
-    assert prepare.evaluate_bpb(model, tokenizer, batch_size) == pytest.approx(TEXT["evaluate_bpb"]["4"], abs=1e-6)
+    class Compiled:  # as torch.compile wraps it
+        _orig_mod = Model()
+
+        def __call__(self, x, y, reduction):
+            seen.append(x.shape)
+            return fixed_model(x, y, reduction)
+
+    assert prepare.evaluate_bpb(Compiled(), tokenizer, batch_size) == pytest.approx(TEXT["evaluate_bpb"]["4"], abs=1e-6)
     assert set(seen) == {(batch_size, 256)}, "a smaller last batch would recompile"
 
 
+def later(wrong):
+    """A model whose losses are `wrong(losses)` from the second batch on."""
+    calls = []
+
+    def model(x, y=None, reduction="none"):
+        if y is None or len(x) == 1:
+            return fixed_model(x, y, reduction)
+        calls.append(1)
+        losses = fixed_model(x, y, reduction)
+        return wrong(losses) if len(calls) > 1 else losses
+
+    return model
+
+
 def test_evaluate_bpb_refuses_what_is_no_result(tokenizer):
-    for wrong in (math.nan, math.inf, 0.0, -1.0, 10.0):
+    for wrong in (math.nan, math.inf, -1.0, 10.0):
         with pytest.raises(ValueError, match="this is no result"):
-            prepare.evaluate_bpb(lambda x, y, reduction, wrong=wrong: fixed_model(x, y, reduction) * wrong, tokenizer, 4)
-    with pytest.raises(ValueError, match="this is no result"):  # plausible in sum, impossible in one place
-        prepare.evaluate_bpb(
-            lambda x, y, reduction: fixed_model(x, y, reduction).index_fill(0, torch.tensor([7], device=x.device), -0.01), tokenizer, 4
-        )
+            prepare.evaluate_bpb(later(lambda losses, wrong=wrong: losses * wrong), tokenizer, 4)
+    with pytest.raises(ValueError, match="losses are negative"):  # plausible in sum, impossible in one place
+        prepare.evaluate_bpb(later(lambda losses: losses.index_fill(0, torch.tensor([7], device=losses.device), -0.01)), tokenizer, 4)
     with pytest.raises(ValueError, match="batch_size 0"):
         prepare.evaluate_bpb(fixed_model, tokenizer, 0)
     with pytest.raises(ValueError, match="not one loss for each"):
         prepare.evaluate_bpb(lambda x, y, reduction: torch.zeros(()), tokenizer, 4)
+
+
+def test_evaluate_bpb_refuses_losses_that_are_not_the_logits(tokenizer):
+    for wrong in (math.nan, math.inf, 0.0, 0.99, -1.0):
+        for which in (0, 1):  # those that are counted, and those of one row
+            with pytest.raises(prepare.NoResult, match="^invalid: the model's .*losses are not the cross entropy of its logits"):
+                prepare.evaluate_bpb(
+                    lambda x, y=None, reduction="none", wrong=wrong, which=which: (
+                        fixed_model(x, y, reduction) * (wrong if y is not None and (len(x) == 1) == which else 1)
+                    ),
+                    tokenizer,
+                    4,
+                )
+    with pytest.raises(prepare.NoResult, match="^invalid: model"):
+        prepare.evaluate_bpb(lambda x, y=None, reduction="none": fixed_model(x, x if y is None else y), tokenizer, 4)
+
+
+def test_evaluate_bpb_refuses_a_model_that_sees_the_next_token(tokenizer):
+    """In its input one place on, in pairs of either parity, in chunks, or in the mean of the row: all from honest logits and losses."""
+
+    def with_leak(leak):
+        def model(x, y=None, reduction="none"):
+            logits = fixed_model(x) + leak(x.double())[..., None] * torch.linspace(-1e-2, 1e-2, 2048, dtype=torch.float64, device=x.device)
+            return (
+                logits if y is None else torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction=reduction).float()
+            )
+
+        return model
+
+    def pairs(x, first):
+        return torch.cat([x[:, :first], x[:, first:].unfold(1, 2, 2).mean(-1).repeat_interleave(2, 1), x[:, x.size(1) - first :]], 1)
+
+    leaks = {
+        "next": lambda x: x.roll(-1, 1),
+        "even pairs": lambda x: pairs(x, 0),
+        "odd pairs": lambda x: pairs(x, 1)[:, : x.size(1)],
+        "chunks": lambda x: x.unfold(1, 64, 64).mean(-1).repeat_interleave(64, 1),
+        "mean": lambda x: x.mean(1, keepdim=True).expand_as(x),
+    }
+    for name, leak in leaks.items():
+        with pytest.raises(prepare.NoResult, match="^invalid: the logits up to token 8"):
+            prepare.evaluate_bpb(with_leak(leak), tokenizer, 4)
+            raise AssertionError(name)
+    assert 0 < prepare.evaluate_bpb(with_leak(lambda x: x.cumsum(1) / 2048), tokenizer, 4) < 16, "the past is no leak"
+
+
+def test_rounding_is_not_refused():
+    """The golden model's float32 losses beside its bfloat16 logits: more than any compiler rounds differently."""
+    model = golden_model()
+    x = torch.randint(97, (2, 64))
+    y = torch.randint(97, (2, 64))
+    losses = model(x, y, reduction="none").detach()
+    prepare.check_model(model, x, y, losses)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not torch.equal(model(x, y, reduction="none"), losses)
+        prepare.check_model(model, x, y, losses)
 
 
 # --- model --------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,92 @@
+"""A small project around experiment.py, with a stand-in train.py: for its tests and for benchmarks/loop.py."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parent.parent
+RUN_SH = '#!/bin/sh\ncd "$(dirname "$0")" && exec venv/bin/python train.py "$@"\n'
+
+
+class Checkout:
+    """A small project with a stand-in train.py, and a cache of its own."""
+
+    def __init__(self, folder, environment=None):
+        self.folder = folder
+        cache = folder.parent / "cache"
+        self.environment = {k: v for k, v in os.environ.items() if not k.startswith(("AUTORESEARCH", "GIT_"))}
+        self.environment |= {"AUTORESEARCH_CACHE": str(cache), "AUTORESEARCH_HARDWARE": "none", "AUTORESEARCH_DATASET": "demo"}
+        self.environment |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull} | (environment or {})
+
+    def make(self):
+        cache = self.folder.parent / "cache"
+        (cache / "demo" / "data").mkdir(parents=True)
+        (cache / "demo" / "data" / "dataset.json").write_text(json.dumps({"eval_tokens": 65536, "time_budget": 1}))
+        (self.folder / "venv" / "bin").mkdir(parents=True)
+        (self.folder / "venv" / "bin" / "python").symlink_to(os.path.realpath(sys.executable))
+        for name in ("experiment.py", ".gitignore"):
+            shutil.copy(PROJECT / name, self.folder)
+        shutil.copy(PROJECT / "tests" / "standin_train.py", self.train)
+        (self.folder / "prepare.py").write_text("TIME_BUDGET = 1\n\ndef evaluate_bpb():\n    return 1\n")
+        (self.folder / "program.md").write_text("instructions\n")
+        (self.folder / "run.sh").write_text(RUN_SH)
+        (self.folder / "run.sh").chmod(0o755)
+        self.git("init", "--quiet", "--initial-branch", "main")
+        self.commit("start")
+        return self
+
+    @property
+    def train(self):
+        return self.folder / "train.py"
+
+    def git(self, *arguments):
+        return subprocess.run(
+            ["git", *arguments], cwd=self.folder, env=self.environment, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    def commit(self, message):
+        self.git("add", "--all")
+        self.git("-c", "user.name=somebody", "-c", "user.email=somebody@localhost", "commit", "--quiet", "-m", message)
+
+    def start(self, *arguments, **environment):
+        command = [sys.executable, str(self.folder / "experiment.py"), *map(str, arguments)]
+        return subprocess.Popen(command, cwd="/", env=self.environment | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                text=True, start_new_session=True)  # fmt: skip
+
+    def call(self, *arguments, code=0, **environment):
+        """What the command prints; it must end with this exit code."""
+        process = self.start(*arguments, **environment)
+        output, _ = process.communicate(timeout=60)
+        assert code is None or process.returncode == code, (process.returncode, output)
+        return output
+
+    def edit(self, behaviour="", **constants):
+        """Change train.py as a researcher would."""
+        text = self.train.read_text()
+        for name, value in constants.items():
+            text, count = re.subn(rf"^{name} = .*", f"{name} = {value!r}", text, flags=re.M)
+            assert count == 1
+        if behaviour:
+            text = text.replace('    """Nothing; experiments write here what goes wrong."""\n', f"    {behaviour}\n")
+        self.train.write_text(text)
+        return text
+
+    @property
+    def rows(self):
+        header, *lines = (self.folder / "results.tsv").read_text().splitlines()
+        assert header == "commit\tval_bpb\tmemory_gb\tstatus\tdescription"
+        return [line.split("\t") for line in lines]
+
+    def run_json(self, number, name="outcome"):
+        return json.loads((self.folder / "runs" / str(number) / f"{name}.json").read_text())
+
+    def best_value(self):
+        """VALUE in the branch's train.py."""
+        return float(re.search(r"^VALUE = (.*)", self.git("show", "HEAD:train.py"), re.M)[1])
+
+    def is_clean(self):
+        return self.git("status", "--porcelain") == "" and len(self.git("worktree", "list").splitlines()) == 1

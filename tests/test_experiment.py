@@ -1,0 +1,605 @@
+"""experiment.py as a program: real git repositories, real processes, real kills; train.py is a stand-in that takes a moment.
+
+What is simulated beside train.py: run.sh is two lines, and where a GPU is at fault a stub stands for the Python that would ask it.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from checkout import RUN_SH, Checkout
+from conftest import PROJECT
+
+import experiment
+
+HOOK = """
+import os, signal, sys
+role, _, where = os.environ.get("KILL", "").partition(":")
+if any(a.endswith("experiment.py") for a in sys.orig_argv) and role == ("supervisor" if "_supervise" in sys.orig_argv else "caller"):
+    name, event = where.split(":")
+    def hook(frame, kind, argument):
+        if kind == event and frame.f_code.co_name == name and frame.f_code.co_filename.endswith("experiment.py"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    sys.setprofile(hook)
+"""
+
+
+@pytest.fixture
+def fresh(tmp_path):
+    return Checkout(tmp_path / "a project").make()
+
+
+@pytest.fixture
+def series(fresh):
+    fresh.call("begin", "nov29")
+    return fresh
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A series that many tests add a run to."""
+    checkout = Checkout(tmp_path_factory.mktemp("shared") / "a project").make()
+    checkout.call("begin", "nov29")
+    return checkout
+
+
+def wait_until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+
+
+def is_alive(pid):
+    with contextlib.suppress(FileNotFoundError), open(f"/proc/{pid}/stat") as f:
+        return f.read().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+# ---- the loop as it should go -------------------------------------------------------------------------------------------------
+
+
+def test_begin_makes_branch_ledger_and_baseline(series):
+    assert series.git("branch", "--show-current") == "autoresearch/nov29" and series.is_clean()
+    assert series.git("rev-parse", "HEAD~") == series.git("rev-parse", "main") and series.git("diff", "main") == ""
+    assert series.rows == [[series.git("rev-parse", "--short=7", "HEAD"), "2.000000", "0.5", "keep", "baseline"]]
+    outcome = series.run_json(1)
+    assert (outcome["number"], outcome["tag"], outcome["kind"], outcome["seed"], outcome["state"]) == (1, "nov29", "baseline", 42, "valid")
+    assert outcome["commit"] == series.git("rev-parse", "refs/autoresearch/nov29/1") and outcome["exit_code"] == 0
+    assert outcome["summary"]["val_bpb"] == 2.0 and outcome["summary"]["num_steps"] == 120 and outcome["device"] == "CPU"
+    assert outcome["losses"][0] == [0.0, 8.0] and len(outcome["losses"]) == 10 and outcome["versions"] == {"torch": "2.13.0"}
+    assert set(outcome["seconds"]) == {"startup", "training", "evaluation", "total"}
+
+
+def test_keep_moves_the_branch_and_discard_does_not(series):
+    tried = series.edit(VALUE=1.9)
+    output = series.call("try", "a lower\tvalue\nreally")
+    assert output.startswith("keep run 2") and "1.900000, -0.100000 to the best 2.000000" in output and len(output.splitlines()) <= 12
+    assert series.rows[1][1:] == ["1.900000", "0.5", "keep", "a lower value really"] and series.is_clean()
+    assert series.git("rev-parse", "HEAD") == series.run_json(2)["commit"]
+    best = series.train.read_text()
+    assert best == tried == (series.folder / "runs/2/train.py").read_text()
+    worse = series.edit(VALUE=1.95)
+    output = series.call("try", "a higher value")
+    assert output.startswith("discard run 3") and "train.py is the best's again" in output
+    assert series.rows[2][1:] == ["1.950000", "0.5", "discard", "a higher value"] and series.is_clean()
+    assert series.train.read_text() == best and series.git("rev-parse", "HEAD") == series.run_json(2)["commit"]
+    assert series.git("show", "refs/autoresearch/nov29/3:train.py") == worse.strip(), "a discarded commit stays reachable"
+    assert "-VALUE = 1.9\n+VALUE = 1.95" in (series.folder / "runs/3/change.diff").read_text()
+
+
+def test_equal_is_no_keep(series):
+    series.edit(PARAMS=0.7)
+    assert series.call("try", "as good").startswith("discard")
+
+
+def test_simpler_keeps_an_equal_score_of_less_code(series):
+    longer = series.train.read_text() + "\nUNUSED = 1\n"
+    series.train.write_text(longer)
+    assert "not simpler" in series.call("try", "--simpler", "more", code=2) and series.train.read_text() == longer
+    series.train.write_text(
+        longer.replace("\nUNUSED = 1\n", "")
+        .replace("TOKENS = 65536", "TOKENS = 2**16")
+        .replace("PARAMS = 0.6\n", "")
+        .replace("PARAMS", "0.6")
+    )
+    assert series.call("try", "--simpler", "a constant less").startswith("discard") is False
+    assert series.rows[1][3:] == ["keep", "simpler: a constant less"] and series.is_clean()
+
+
+def test_noise_is_measured_and_shown(series):
+    output = series.call("noise", 2)
+    assert "3 seeds: mean 2.001000, deviation = noise floor 0.001000" in output
+    commit = series.rows[0][0]
+    assert series.rows[1:] == [[commit, f"2.00{s - 42}000", "0.5", "discard", f"noise: seed {s} of {commit}"] for s in (43, 44)]
+    assert [series.run_json(n)["seed"] for n in (1, 2, 3)] == [42, 43, 44]
+    for value, margin, status, words in (
+        (1.9995, 0, "keep", "+0.5 floors: may be luck"),
+        (1.9980, 2, "discard", "+1.5 floors: probably real"),
+        (1.9960, 2, "keep", "+3.5 floors: real"),
+    ):
+        series.edit(VALUE=value)
+        output = series.call("try", "--margin", margin, f"value {value}")
+        assert output.startswith(status) and words in output, output
+    series.call("noise", 1)
+    assert series.rows[-1][4].startswith("noise: seed 43 of "), "a new best has its own repeats"
+
+
+def test_margin_needs_a_measured_noise(series):
+    series.edit(VALUE=1.9)
+    assert "noise is not measured" in series.call("try", "--margin", 1, "x", code=2) and len(series.rows) == 1
+
+
+def test_prune_stops_a_run_that_is_clearly_worse(series):
+    series.train.write_text(
+        series.train.read_text()
+        .replace("8 - 6 * step", "8 - 3 * step")
+        .replace("flush=True)\n    time", "flush=True) or time.sleep(0.1)\n    time")
+    )
+    series.edit(VALUE=1.5)
+    output = series.call("try", "--prune", "slow learner")
+    assert output.startswith("discard") and "stopped at 50 %: loss 6.5000, the best's was 5.0000" in output
+    assert series.rows[1][1:] == ["0.000000", "0.0", "discard", "pruned: slow learner"]
+    assert series.run_json(2)["state"] == "pruned" and series.is_clean()
+
+
+def test_status_and_show_are_short_and_true(series):
+    for i in range(12):
+        series.edit(**{"VALUE": 2.5} if i % 2 else {"PARAMS": 1.0 + i, "VALUE": 2.0 - i / 100})
+        series.call("try", f"idea {i} " + "long " * 60, code=None)
+    output = series.call("status")
+    assert len(output.splitlines()) <= 40 and max(map(len, output.splitlines())) < 200
+    status = json.loads(series.call("status", "--json"))
+    assert (status["experiments"], status["keeps"], status["crashes"], status["running"]) == (13, 6, 0, None)
+    assert status["best"]["val_bpb"] == status["bar"] == 1.9 and status["baseline"]["val_bpb"] == 2.0 and len(status["recent"]) == 10
+    assert status["tried"]["PARAMS"]["tries"] == 6 and status["tried"]["VALUE"]["keeps"] == 5 and status["since_last_keep"] == 1
+    shown = series.call("show", 3)
+    assert "+VALUE = 2.5" in shown and "val_bpb 2.5" in shown and len(shown.splitlines()) < 60
+    assert "no run 99" in series.call("show", 99, code=2)
+
+
+def test_results_are_drawn_after_each_turn(fresh):
+    (fresh.folder / "results.py").write_text("import os\nopen('runs/drawn', 'a').write(open('results.tsv').read())\nraise SystemExit(1)\n")
+    fresh.commit("results")
+    fresh.call("begin", "a")
+    wait_until(lambda: (fresh.folder / "runs/drawn").exists() and "baseline" in (fresh.folder / "runs/drawn").read_text())
+
+
+# ---- refused, with nothing lost -------------------------------------------------------------------------------------------------
+
+
+def test_what_try_refuses(series):
+    before = series.train.read_text()
+    cases = {
+        "edit it first": before,
+        "edit it first ": before.replace("VALUE = 2.0", "VALUE = 2.0  # a comment"),
+        "does not compile, line": before + "def broken(:\n",
+        "changes prepare.TIME_BUDGET": before.replace("import os\n", "import os\nimport prepare\nprepare.TIME_BUDGET = 100\n"),
+        "changes prepare.evaluate_bpb": before.replace("import os\n", "import os\nimport prepare as p\np.evaluate_bpb = lambda: 0\n"),
+        "changes prepare.__dict__['TIME_BUDGET']": before.replace(
+            "import os\n", "import os, prepare\nprepare.__dict__['TIME_BUDGET'] = 9\n"
+        ),
+        "replaces prepare.evaluate_bpb": before.replace(
+            "import os\n", "import os\nfrom prepare import evaluate_bpb\n\ndef evaluate_bpb():\n    pass\n"
+        ),
+        "sets a seed": before.replace("import os\n", "import os\nimport random as torch\ntorch.manual_seed(7)\n"),
+        "uses AUTORESEARCH_TIME_BUDGET": before.replace("import os\n", "import os\nos.environ['AUTORESEARCH_TIME_BUDGET'] = '9'\n"),
+        "imports helper.py": before.replace("import os\n", "import os\nimport helper\n"),
+    }
+    (series.folder / "helper.py").write_text("")
+    for message, text in cases.items():
+        series.train.write_text(text)
+        assert message.strip() in series.call("try", "x", code=2)
+        assert series.train.read_text() == text and len(series.rows) == 1
+    series.train.write_text(before)
+    series.edit(VALUE=1.9)
+    assert "say what is tried" in series.call("try", " \n", code=2)
+    (series.folder / "prepare.py").write_text("# mine\n")
+    assert "unsaved changes in prepare.py: only train.py may differ" in series.call("try", "x", code=2)
+    series.git("restore", "prepare.py")
+    (series.folder / "program.md").write_text("steered\n")
+    assert series.call("try", "with a steered program.md").startswith("keep")
+
+
+def test_the_same_program_is_recognised(series):
+    series.edit(VALUE=2.5)
+    series.call("try", "worse")
+    series.edit(VALUE=2.5)
+    series.train.write_text(series.train.read_text() + "# another comment\n")
+    assert "tried already, run 2" in series.call("try", "worse, again", code=2) and len(series.rows) == 2
+
+
+def test_a_series_must_be_checked_out_and_its_own(series):
+    series.edit(VALUE=1.9)
+    for setting in ("AUTORESEARCH_TIME_BUDGET", "AUTORESEARCH_DATASET"):
+        assert setting in series.call("try", "x", code=2, **{setting: "300"})
+    series.git("-c", "user.name=a", "-c", "user.email=b", "commit", "--quiet", "-am", "by hand")
+    message = series.call("try", "x", code=2)
+    assert "committed by hand" in message
+    series.git("reset", "--soft", re.search("git reset --soft ([0-9a-f]+)", message)[1])
+    assert series.call("try", "x").startswith("keep") and series.is_clean()
+    assert "has begun" in series.call("begin", "nov29", code=2)
+    series.git("switch", "--quiet", "main")
+    assert "no series is checked out" in series.call("try", "x", code=2)
+    assert "git switch autoresearch/nov29" in series.call("begin", "nov29", code=2)
+    series.edit(VALUE=1.7)
+    assert "unsaved changes in train.py" in series.call("begin", "second", code=2)
+    series.git("restore", "train.py")
+    assert "no tag" in series.call("begin", "a b", code=2)
+    series.call("begin", "second")
+    assert len(series.rows) == 1 and len((series.folder / "runs/nov29.tsv").read_text().splitlines()) == 3
+    assert series.run_json(3)["tag"] == "second", "numbers go on"
+    series.git("switch", "--quiet", "autoresearch/nov29")
+    series.edit(VALUE=1.5)
+    assert "results.tsv is another series'" in series.call("try", "x", code=2)
+
+
+def test_a_shell_without_the_settings_goes_on_with_the_series_own(fresh):
+    assert "AUTORESEARCH_SEED='x'" in fresh.call("begin", "short", code=2, AUTORESEARCH_SEED="x")
+    fresh.call("begin", "short", AUTORESEARCH_TIME_BUDGET="2", GPU_BF16_PEAK_FLOPS="1e12", AUTORESEARCH_SEED="43")
+    fresh.edit('print("budget", os.environ["AUTORESEARCH" + "_TIME_BUDGET"], os.environ["GPU_BF16_PEAK_FLOPS"])', VALUE=1.9)
+    fresh.call("try", "x")
+    assert "budget 2 1e12" in (fresh.folder / "runs/2/run.log").read_text()
+    fresh.call("noise", "2")
+    assert [fresh.run_json(n)["seed"] for n in (1, 2, 3, 4)] == [43, 43, 42, 44]
+
+
+def test_one_run_a_gpu(series, tmp_path):
+    """A second worktree of the user waits for the same GPU, and runs beside the first on another."""
+    series.git("worktree", "add", "--quiet", "-b", "second", str(tmp_path / "two"), "main")
+    (tmp_path / "two" / "venv").symlink_to(series.folder / "venv")
+    other = Checkout(tmp_path / "two", {"AUTORESEARCH_HARDWARE": "amd", "HIP_VISIBLE_DEVICES": "1"})
+    series.environment["AUTORESEARCH_HARDWARE"] = "amd"
+    config = series.folder / "runs/nov29.json"
+    config.write_text(config.read_text().replace('"none"', '"amd"'))
+    series.edit(SECONDS=4.0, VALUE=1.9)
+    assert "still running" in series.call("try", "long", "--wait", 0, code=75, HIP_VISIBLE_DEVICES="1")
+    message = other.call("begin", "two", code=2)
+    assert "gpu-1 is in use by run 2 of " + str(series.folder) in message
+    other.call("begin", "two", HIP_VISIBLE_DEVICES="0,1")
+    assert other.rows[0][3:] == ["keep", "baseline"]
+    assert series.call("wait").startswith("keep") and other.git("worktree", "list").count("\n") == 1
+
+
+# ---- what the machine does -------------------------------------------------------------------------------------------------------
+
+
+def test_environment_failure_is_not_the_idea(series):
+    text = series.edit('print("FAIL: no GPU to be seen", file=sys.stderr); sys.exit(3)', VALUE=1.9)
+    for _ in range(2):  # it is not "tried already"
+        output = series.call("try", "good idea", code=3)
+        assert "ENVIRONMENT" in output and "no GPU to be seen" in output and "End the loop" in output
+    assert len(series.rows) == 1 and series.train.read_text() == text
+
+
+def test_a_full_disk_stops_before_the_run(series):
+    series.edit(VALUE=1.9)
+    assert "GB free in" in series.call("try", "x", code=3, AUTORESEARCH_LIMITS="disk=1000000000000000") and len(series.rows) == 1
+    assert "AUTORESEARCH_LIMITS" in series.call("try", "x", code=2, AUTORESEARCH_LIMITS="patience=1")
+
+
+def test_begin_again_after_a_failed_setup(fresh):
+    (fresh.folder / "venv/ready").write_text("")
+    (fresh.folder / "run.sh").write_text(
+        RUN_SH.replace("exec", "test -e venv/ready || { echo 'autoresearch: no space' >&2; exit 1; }; exec")
+    )
+    fresh.commit("a run.sh that needs something")
+    (fresh.folder / "venv/ready").unlink()
+    output = fresh.call("begin", "nov29", code=3)
+    assert "autoresearch: no space" in output and not (fresh.folder / "results.tsv").exists()
+    assert "no baseline yet" in fresh.call("noise", code=2)
+    (fresh.folder / "venv/ready").write_text("")
+    fresh.call("begin", "nov29")
+    assert len(fresh.rows) == 1 and fresh.is_clean()
+    (fresh.folder / "venv/ready").unlink()
+    fresh.edit(VALUE=1.9)
+    assert "ENVIRONMENT run 3: autoresearch: no space" in fresh.call("try", "x", code=3) and len(fresh.rows) == 1
+
+
+def test_what_survives_sigkill_asks_for_a_reboot(monkeypatch):
+    """A driver that hangs is simulated: signals to the process, which is real, are dropped."""
+    process = subprocess.Popen(["sleep", "60"], env={"AUTORESEARCH_RUN": "0123"})
+    try:
+        wait_until(lambda: list(experiment.processes_of("0123", None)) == [process.pid])
+        monkeypatch.setitem(experiment.LIMITS, "kill", 0.2)
+        with monkeypatch.context() as patch:
+            patch.setattr(experiment.os, "kill", lambda pid, number: None)
+            assert experiment.end_processes("0123", None, grace=0.1) == [process.pid]
+        assert "reboot" in experiment.unkillable([process.pid])
+        assert experiment.end_processes("0123", None, grace=1) == []
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_changed_data_is_not_compared(series):
+    series.edit(FINGERPRINT="another", VALUE=1.9)
+    assert "the data has changed" in series.call("try", "x", code=3) and len(series.rows) == 1
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_gpu_error_is_the_machines_only_if_the_gpu_no_longer_works(series, works):
+    """A stub of venv/bin/python answers for a GPU."""
+    python = series.folder / "venv/bin/python"
+    python.unlink()
+    python.write_text(
+        f'#!/bin/sh\n[ "$3" = -c ] || exec "{sys.executable}" "$@"\necho "HIP error: device lost" >&2; exit {0 if works else 1}\n'
+    )
+    python.chmod(0o755)
+    config = series.folder / "runs/nov29.json"
+    config.write_text(config.read_text().replace('"none"', '"amd"'))
+    series.environment["AUTORESEARCH_HARDWARE"] = "amd"
+    series.edit('raise RuntimeError("HIP error: unspecified launch failure")')
+    output = series.call("try", "x", code=1 if works else 3)
+    assert ("crash" if works else "no longer works, for any program: HIP error: device lost") in output and len(series.rows) == 1 + works
+
+
+def test_slow_machine_is_told(series):
+    series.train.write_text(series.train.read_text().replace("int(STEPS * 4096)", "int(STEPS * 3072)"))
+    assert "warning: 25 % fewer tokens/s than the best at equal size" in series.call("try", "x")
+
+
+# ---- runs that misbehave --------------------------------------------------------------------------------------------------------
+
+INVALID = {
+    "two summaries": ('print(f"Evaluated {TOKENS:,} tokens: val_bpb {VALUE:.6f}"); summary()', {}, "invalid: 2 summaries"),
+    "another run's token": ("summary(token='0' * 16); sys.exit(0)", {}, "not this run's"),
+    "no evaluation": ("summary(); sys.exit(0)", {}, "prepare.evaluate_bpb nothing"),
+    "another number": ('print(f"Evaluated {TOKENS:,} tokens: val_bpb 1.95"); summary(); sys.exit(0)', {}, "prepare.evaluate_bpb 1.95"),
+    "zero": ("", {"VALUE": 0.0}, "val_bpb is 0.0"),
+    "negative": ("", {"VALUE": -37.8}, "val_bpb is -37.8"),
+    "nan": ("", {"VALUE": "nan"}, "val_bpb is nan"),
+    "a token that looks like a number": ("summary(token='1e5'); sys.exit(0)", {}, "not this run's"),
+    "too large": ("", {"VALUE": 17.0}, "val_bpb is 17.0"),
+    "fewer tokens": ("", {"TOKENS": 6553}, "eval_tokens is 6553 and must be 65536"),
+    "another seed": ("os.environ['AUTORESEARCH' + '_SEED'] = '41'", {}, "seed is 41 and must be 42"),
+    "changes a fixed file": ("open('prepare.py', 'a').write('#')", {}, "the run changed prepare.py"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_never_a_result(shared, name):
+    behaviour, constants, words = INVALID[name]
+    best, value = shared.train.read_text(), shared.best_value()
+    shared.edit(behaviour, **{"VALUE": 1.9} | constants)
+    if constants.get("VALUE") == "nan":
+        shared.train.write_text(shared.train.read_text().replace("VALUE = 'nan'", "VALUE = float('nan')"))
+    output = shared.call("try", name, code=1)
+    assert output.startswith("crash run ") and words in output and len(output.splitlines()) <= 12
+    assert shared.rows[-1][1:] == ["0.000000", "0.0", "crash", f"invalid: {name}"]
+    assert shared.is_clean() and shared.train.read_text() == best and shared.best_value() == value
+
+
+CRASHES = {
+    "a summary, then an error": ("summary(); raise RuntimeError('boom')", "RuntimeError: boom (exit code 1)"),
+    "no summary": ("sys.exit(0)", "it ended without a summary"),
+    "an error": ("raise ValueError('boom')", "ValueError: boom (exit code 1)"),
+    "a reason": ("print('FAIL: sizes do not fit', file=sys.stderr); sys.exit(1)", "sizes do not fit"),
+    "a reason, and a result": ("print('FAIL: doomed', flush=True)", "doomed"),
+    "evaluation fails": ("open('unevaluated.pt', 'w'); raise RuntimeError('boom')", "the model is in runs/unevaluated.pt"),
+    "a reason, and on": ("print('FAIL: doomed', flush=True); time.sleep(60)", "doomed"),
+    "the loss is nan": ("print('step 00115 (99.0%) | loss: nan |', flush=True); time.sleep(60)", "the loss is nan at step 115"),
+    "hangs": ("time.sleep(60)", "it hung: no output for 1 s"),
+    "hangs, deaf to SIGTERM": ("import signal; signal.signal(15, signal.SIG_IGN); time.sleep(60)", "it hung: no output for 1 s"),
+    "evaluates forever": ("print('Evaluating 1 tokens', flush=True); time.sleep(60)", "the evaluation had not ended after 1 s"),
+    "does not end": ("from threading import Thread; Thread(target=time.sleep, args=(60,)).start()", "did not end within 0.5 s"),
+    "trains forever": ("[print('.', flush=True) or time.sleep(0.1) for _ in range(600)]", "training had not ended 2 s after the start"),
+    "out of memory": ("os.kill(os.getpid(), 9)", "killed by the kernel"),
+    "segmentation fault": ("os.kill(os.getpid(), 11)", "(signal SIGSEGV)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CRASHES)
+def test_crash(shared, name):
+    behaviour, words = CRASHES[name]
+    best, tried = shared.train.read_text(), shared.edit(behaviour, VALUE=1.9)
+    output = shared.call("try", name, code=1, AUTORESEARCH_LIMITS="training=1 evaluation=1 silence=1 ending=0.5 grace=0.3")
+    number = int(re.match(r"crash run (\d+)", output)[1])
+    assert words in output and len(output.splitlines()) <= 12, output
+    assert shared.rows[-1][1:] == ["0.000000", "0.0", "crash", name]
+    assert shared.is_clean() and shared.train.read_text() == best and (shared.folder / f"runs/{number}/train.py").read_text() == tried
+    assert f"cp runs/{number}/train.py train.py" in output
+    assert not list(experiment.processes_of(shared.run_json(number, "turn")["token"], None))
+
+
+def test_children_that_outlive_the_run_are_ended(series):
+    """In its process group, in a session of its own, and orphaned with an environment of its own."""
+    series.edit(
+        "print('left', subprocess.Popen(['sleep', '99']).pid, subprocess.Popen(['sleep', '98'], start_new_session=True).pid, "
+        "subprocess.check_output(['sh', '-c', 'sleep 97 >/dev/null & echo $!'], text=True, env={}).strip())", VALUE=1.9)  # fmt: skip
+    assert series.call("try", "children").startswith("keep")
+    pids = re.search(r"left (\d+) (\d+) (\d+)", (series.folder / "runs/2/run.log").read_text()).groups()
+    assert not any(map(is_alive, pids))
+
+
+def test_a_flood_is_bounded_on_disk(series):
+    series.edit("[os.write(1, b'x' * 10**6) for _ in range(30)]; print()", VALUE=1.9)
+    assert series.call("try", "flood", AUTORESEARCH_LIMITS="log=100000").startswith("keep")
+    log = (series.folder / "runs/2/run.log").read_text()
+    assert len(log) <= 100_000 and log.startswith("step 00000") and log.rstrip().endswith(series.run_json(2, "turn")["token"])
+    assert max(map(len, series.call("show", 2).splitlines())) < 1100
+
+
+def test_train_py_edited_during_the_run(series):
+    """What is scored is what was tried, and the edit stays."""
+    series.edit(VALUE=1.9, SECONDS=1.0)
+    series.call("try", "kept", "--wait", 0, code=75)
+    edited = series.edit(VALUE=1.8)
+    assert "already" not in series.call("status") and "run 2 is still running" in series.call("try", "next", code=2)
+    assert series.call("wait").startswith("keep") and series.best_value() == 1.9
+    assert series.train.read_text() == edited and series.git("status", "--porcelain") == "M train.py"
+    series.edit(VALUE=2.2)
+    series.call("try", "discarded", "--wait", 0, code=75)
+    edited = series.edit(VALUE=1.7)
+    assert "was edited meanwhile" in series.call("wait") and series.train.read_text() == edited and series.best_value() == 1.9
+    assert series.rows[2][1] == "2.200000"
+
+
+def test_a_branch_that_moves_during_the_run(series):
+    """A human who steers by a commit to program.md does no harm; after one to what affects runs, a keep is not mixed with it."""
+    commit = ("-c", "user.name=a", "-c", "user.email=b", "commit", "--quiet", "-m", "steer")
+    for value, name in ((1.9, "program.md"), (1.8, "prepare.py")):
+        series.edit(VALUE=value, SECONDS=1.0)
+        series.call("try", "kept", "--wait", 0, code=75)
+        (series.folder / name).write_text("# new\n")
+        series.git(*commit, name)
+        tip = series.git("rev-parse", "HEAD")
+        output = series.call("wait")
+        assert series.rows[-1][1:] == [f"{value:.6f}", "0.5", "keep", "kept"]
+        if name == "program.md":
+            assert series.git("rev-parse", "HEAD^1") == tip and series.git("rev-parse", "HEAD^2").startswith(series.rows[-1][0])
+            assert series.git("show", "HEAD:program.md") == "# new" and series.best_value() == 1.9 and series.is_clean()
+        else:
+            assert "the branch moved" in output and series.git("rev-parse", "HEAD") == tip and series.best_value() == 1.9
+
+
+# ---- killed at every stage ------------------------------------------------------------------------------------------------------
+
+CALLER = "commit_tree:return append_line:return write_json:return lock_file:return detach:call detach:return wait_for:call"
+SUPERVISOR = (
+    "supervise:call make_tree:call make_tree:return follow:call feed:call judge:call write_outcome:call write_outcome:return finish:call "
+    "row_text:return append_line:return set_index:call set_index:return remove_tree:return verdict_lines:call finish:return"
+)
+STAGES = [(f"caller:{stage}", True) for stage in CALLER.split()]
+STAGES += [
+    (f"supervisor:{stage}", better) for i, stage in enumerate(SUPERVISOR.split()) for better in ((True, False) if i > 5 else (True,))
+]
+
+
+@pytest.mark.parametrize("stage, better", STAGES)
+def test_killed_then_any_command(shared, tmp_path, stage, better):
+    """SIGKILL at a stage of a turn; afterwards ledger, branch and train.py are right, or the idea is untouched and can be tried again."""
+    (tmp_path / "sitecustomize.py").write_text(HOOK)
+    before, count = shared.best_value(), len(shared.rows)
+    value = round(before + (-0.001 if better else 0.1), 6)
+    tried = shared.edit(VALUE=value, STEPS=1000 + 10 * count)
+    caller = shared.start("try", f"{stage} {better}", PYTHONPATH=str(tmp_path), KILL=stage)
+    caller.communicate(timeout=60)
+    assert caller.returncode == -signal.SIGKILL or stage.startswith("supervisor"), "the stage was not reached"
+    command = ["status", "show", "wait", "try"][len(stage) % 4]
+    shared.call(*([command, "x"] if command == "try" else [command]), code=None)
+    shared.call("wait", code=None)
+    if len(shared.rows) == count:  # not judged
+        assert shared.train.read_text() == tried and shared.best_value() == before
+        shared.call("try", f"{stage} {better}")
+    assert [row[3] for row in shared.rows[count:]] == ["keep" if better else "discard"]
+    assert shared.best_value() == (value if better else before) and shared.is_clean()
+    assert not (shared.folder / "runs/new").exists() and not (shared.folder / "worktrees/run").exists()
+
+
+def test_locks_that_a_killed_git_left(series):
+    """git's own lock files: the next command waits for them, and removes them when no git can own them."""
+    series.edit(VALUE=1.9)
+    (series.folder / ".git/index.lock").write_text("")
+    (series.folder / ".git/refs/heads/autoresearch/nov29.lock").write_text("")
+    (series.folder / ".git/refs/autoresearch/nov29/2.lock").write_text("")
+    assert "left by a git that was killed" in series.call("try", "x") and series.best_value() == 1.9 and series.is_clean()
+
+
+def test_killed_with_its_whole_group_the_run_goes_on(series):
+    """An agent's shell that gives up kills the caller's session; the run ends all the same, and `wait` tells."""
+    series.edit(VALUE=1.9, SECONDS=1.0)
+    caller = series.start("try", "idea")
+    wait_until(lambda: (series.folder / "runs/2/process.json").exists())
+    os.killpg(caller.pid, signal.SIGKILL)
+    caller.wait()
+    assert series.call("wait").startswith("keep run 2") and series.call("wait").startswith("keep run 2")
+
+
+def test_killed_supervisor_takes_the_run_with_it(series):
+    series.edit("print('pid', os.getpid(), flush=True); import signal; signal.signal(15, signal.SIG_IGN); time.sleep(60)", VALUE=1.9)
+    series.call("try", "idea", "--wait", 0, code=75)
+    log = series.folder / "runs/2/run.log"
+    wait_until(lambda: log.exists() and re.search(r"pid \d+\n", log.read_text()))
+    for process in experiment.processes():
+        command = experiment.read_bytes(f"/proc/{process['pid']}/cmdline") or b""
+        if b"_supervise\0002\0" in command and str(series.folder).encode() in command:
+            os.kill(process["pid"], signal.SIGKILL)
+    output = series.call("wait", code=4)
+    assert "run 2 was cut short" in output and "try it again" in output and len(series.rows) == 1
+    assert not is_alive(re.search(r"pid (\d+)", log.read_text())[1])
+
+
+def test_stop(series):
+    series.edit(VALUE=1.9, SECONDS=1.0)
+    series.call("try", "idea", "--wait", 0, code=75)
+    assert "no new run after run 2" in series.call("stop")
+    assert series.call("wait").startswith("keep")
+    series.edit(VALUE=1.8, SECONDS=30.0)
+    assert "asked to stop" in series.call("try", "next", code=4) and len(series.rows) == 2
+    series.call("stop", "--undo")
+    series.call("try", "next", "--wait", 0, code=75)
+    assert "STOPPED run 3" in series.call("stop", "--now", code=4)
+    assert len(series.rows) == 2 and series.is_clean() is False and series.best_value() == 1.9
+
+
+# ---- the ledger ----------------------------------------------------------------------------------------------------------------
+
+
+def test_torn_ledger_lines(series):
+    ledger = series.folder / "results.tsv"
+    whole = ledger.read_text()
+    ledger.write_text(whole + "abcdef1\t1.5000")
+    assert len(series.call("status").splitlines()) > 3 and ledger.read_text() == whole
+    assert "abcdef1\t1.5000" in (series.folder / "runs/torn.txt").read_text()
+    ledger.write_text("commit\tval_b")  # the disk was full at the first row
+    series.edit(VALUE=2.1)
+    assert "no baseline yet" in series.call("try", "x", code=2) and ledger.read_text() == ""
+    ledger.write_text(whole.rstrip("\n"))
+    series.call("status")
+    assert ledger.read_text() == whole, "a whole row whose line break an editor took"
+
+
+def test_two_callers_at_once(series):
+    series.edit(VALUE=1.9)
+    callers = [series.start("try", f"idea {i}") for i in range(4)]
+    outputs = [caller.communicate(timeout=60)[0] for caller in callers]
+    assert sorted(caller.returncode for caller in callers) == [0, 2, 2, 2], outputs
+    assert len(series.rows) == 2 and series.is_clean()
+
+
+def test_many_experiments(series):
+    """All rows, a clean checkout, and nothing that grows but the runs themselves (benchmarks/loop.py does a thousand)."""
+    lengths = []
+    for i in range(8):
+        series.edit(VALUE=2.0 - 0.01 * i if i % 3 == 0 else 2.5 + i)
+        lengths.append(len(series.call("try", f"idea {i:02}", code=None)))
+    assert [row[4] for row in series.rows] == ["baseline", *(f"idea {i:02}" for i in range(1, 8))]
+    assert [row[3] for row in series.rows[1:]] == ["keep" if i % 3 == 0 else "discard" for i in range(1, 8)]
+    assert max(lengths[1:]) - min(lengths[1:]) < 120 and series.is_clean()
+    assert sorted(os.listdir(series.folder / "worktrees")) == []
+
+
+# ---- pure functions ------------------------------------------------------------------------------------------------------------
+
+
+def test_verdict_is_a_pure_function():
+    turn = {"kind": "try", "bar": 2.0, "floor": 0.01, "margin": 0.0, "simpler": False}
+
+    def of(value, state="valid", **changes):
+        return experiment.verdict(turn | changes, {"state": state, "summary": {"val_bpb": value}, "reason": None})
+
+    assert of(1.999999) == "keep" and of(2.0) == of(2.1) == "discard"
+    assert of(1.995, margin=1.0) == "discard" and of(1.985, margin=1.0) == "keep"
+    assert of(2.01, simpler=True) == "keep" and of(2.011, simpler=True) == "discard" and of(2.001, simpler=True, floor=None) == "discard"
+    assert of(9.0, kind="baseline", bar=None) == "keep" and of(1.0, kind="noise") == "discard"
+    assert [of(1.0, state=s) for s in ("crash", "pruned", "environment", "stopped")] == ["crash", "discard", None, None]
+
+
+def test_changed_names():
+    old = "A, B = 1, 2\nif A == 1:\n    C, D = 3, 4\nclass M:\n    def f(self):\n        return 1\n    def g(self):\n        return 2\n"
+    new = old.replace("3, 4", "3, 5").replace("return 2", "return 3").replace("A, B = 1, 2", "A, B = 1, 2\nE = 7")
+    assert experiment.changed_names(experiment.parse(old.encode()), experiment.parse(new.encode())) == ["E", "D", "M.g"]
+
+
+def test_real_train_py_is_allowed():
+    """The real train.py as it is meddles with nothing, so that every edit of it is looked at."""
+    tree = experiment.parse((PROJECT / "train.py").read_bytes())
+    assert {what for what, _ in experiment.meddling(tree)} == {"uses AUTORESEARCH_RUN"}
+    assert {"DEPTH", "EMBEDDING_LR", "MLP.forward", "train"} <= set(experiment.parts(tree))
