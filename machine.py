@@ -35,6 +35,40 @@ def fail(message, code=1):
     sys.exit(code)
 
 
+def run(main, out_of_memory):
+    """`main()`, with one line and an exit code of its own for each kind of end; `out_of_memory`: what to lower then."""
+    try:
+        main()
+    except prepare.DataError as e:
+        fail(e, EXIT_ENVIRONMENT)
+    except prepare.NoResult as e:
+        fail(e)
+    except BrokenPipeError:  # `| head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError) as e:  # a path that train.py names
+        fail(e)
+    except OSError as e:
+        fail(e, EXIT_ENVIRONMENT)
+    except torch.OutOfMemoryError as e:
+        fail(f"out of GPU memory {out_of_memory} ({str(e)[:200]})")
+    except KeyboardInterrupt:
+        fail("interrupted", 130)
+
+
+def check_batch(total, rows, T):
+    """End the run if TOTAL_BATCH_SIZE tokens are not made of whole micro-batches of DEVICE_BATCH_SIZE rows of T."""
+    tokens = rows * T
+    if total % tokens == 0:
+        return
+    fits = [b for b in range(1, total // T + 1) if total % (b * T) == 0]
+    nearest = f"DEVICE_BATCH_SIZE {min(fits, key=lambda b: abs(b - rows))} or " if fits else ""
+    fail(
+        f"TOTAL_BATCH_SIZE {total} is no multiple of DEVICE_BATCH_SIZE {rows} × {T} = {tokens} tokens"
+        f"; the nearest that work: {nearest}TOTAL_BATCH_SIZE {max(1, round(total / tokens)) * tokens}"
+    )
+
+
 def find_device():
     """The GPU if torch can use one, the CPU if there is none; a GPU that torch can't use ends the run."""
     if torch.cuda.is_available():

@@ -13,7 +13,6 @@ import gc
 import math
 import os
 import platform
-import sys
 import time
 from dataclasses import asdict, dataclass
 
@@ -25,7 +24,7 @@ import backends
 import machine
 import prepare
 from machine import fail
-from prepare import EVAL_TOKENS, MAX_SEQ_LEN, TIME_BUDGET, DataError, NoResult, Tokenizer, evaluate_bpb, make_dataloader
+from prepare import EVAL_TOKENS, MAX_SEQ_LEN, TIME_BUDGET, Tokenizer, evaluate_bpb, make_dataloader
 
 try:
     import kernels  # this project's, see kernels/README.md
@@ -105,8 +104,7 @@ def cross_entropy(x, weight, targets, softcap, reduction):
     if FUSED:
         return kernels.linear_softcap_cross_entropy(x, weight, targets, softcap, ignore_index=-1, reduction=reduction)
     logits = softcap * torch.tanh(F.linear(x, weight).float() / softcap)
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
-    return losses.view(targets.shape) if reduction == "none" else losses
+    return F.cross_entropy(logits, targets, ignore_index=-1, reduction=reduction)
 
 
 def has_value_embedding(layer, n_layer):
@@ -289,7 +287,7 @@ class GPT(nn.Module):
         x = norm(x)
         if targets is None:
             return 15 * torch.tanh(self.lm_head(x).float() / 15)
-        return cross_entropy(x, self.lm_head.weight, targets, 15, reduction)
+        return cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), 15, reduction)
 
     def forward(self, idx, targets=None, reduction="mean"):
         """Logits (B, T, vocab_size) float32 of the tokens idx (B, T); with targets (B, T) their cross entropy instead, -1 left out."""
@@ -493,15 +491,7 @@ def model_config(vocab_size):
         fail(f"WINDOW_PATTERN {WINDOW_PATTERN!r} must consist of the letters S and L")
     if ATTENTION not in ("auto", "full", *backends.ATTENTION):
         fail(f"ATTENTION {ATTENTION!r} must be 'auto', 'full' or one of {', '.join(backends.ATTENTION)}")
-    tokens = DEVICE_BATCH_SIZE * MAX_SEQ_LEN
-    if TOTAL_BATCH_SIZE % tokens or tokens > TOTAL_BATCH_SIZE:
-        fits = [b for b in range(1, TOTAL_BATCH_SIZE // MAX_SEQ_LEN + 1) if TOTAL_BATCH_SIZE % (b * MAX_SEQ_LEN) == 0]
-        multiple = max(1, round(TOTAL_BATCH_SIZE / tokens)) * tokens
-        nearest = f"DEVICE_BATCH_SIZE {min(fits, key=lambda b: abs(b - DEVICE_BATCH_SIZE))} or " if fits else ""
-        fail(
-            f"TOTAL_BATCH_SIZE {TOTAL_BATCH_SIZE} is no multiple of DEVICE_BATCH_SIZE {DEVICE_BATCH_SIZE} × {MAX_SEQ_LEN} = {tokens} tokens"
-            f"; the nearest that work: {nearest}TOTAL_BATCH_SIZE {multiple}"
-        )
+    machine.check_batch(TOTAL_BATCH_SIZE, DEVICE_BATCH_SIZE, MAX_SEQ_LEN)
     n_embd = -(-DEPTH * ASPECT_RATIO // HEAD_DIM) * HEAD_DIM
     if n_embd < 32:
         fail(f"DEPTH {DEPTH} × ASPECT_RATIO {ASPECT_RATIO} makes n_embd {n_embd}; the value embeddings' gates need at least 32")
@@ -709,21 +699,5 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except DataError as e:
-        fail(e, machine.EXIT_ENVIRONMENT)
-    except NoResult as e:
-        fail(e)
-    except BrokenPipeError:  # `| head`: nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError) as e:  # a path that this file names
-        fail(e)
-    except OSError as e:
-        fail(e, machine.EXIT_ENVIRONMENT)
-    except torch.OutOfMemoryError as e:
-        half = f"use DEVICE_BATCH_SIZE {DEVICE_BATCH_SIZE // 2} (TOTAL_BATCH_SIZE can stay), or " if DEVICE_BATCH_SIZE > 1 else "use "
-        fail(f"out of GPU memory with DEVICE_BATCH_SIZE {DEVICE_BATCH_SIZE} at depth {DEPTH}: {half}a smaller model ({str(e)[:200]})")
-    except KeyboardInterrupt:
-        fail("interrupted", 130)
+    half = f"use DEVICE_BATCH_SIZE {DEVICE_BATCH_SIZE // 2} (TOTAL_BATCH_SIZE can stay), or " if DEVICE_BATCH_SIZE > 1 else "use "
+    machine.run(main, f"with DEVICE_BATCH_SIZE {DEVICE_BATCH_SIZE} at depth {DEPTH}: {half}a smaller model")
