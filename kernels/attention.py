@@ -612,7 +612,7 @@ _STRIDES = ("_b", "_t", "_h")
 
 def gfx1151_cases():
     """Every candidate for gfx1151, bfloat16 and causal: head_dim 128 (train.py: 4 heads, T 2048) and 64, with and without a window,
-    and heads in groups of 4. What to compile, and what a launch will tell the compiler."""
+    heads in groups of 4, and bounded scores. What to compile, and what a launch will tell the compiler."""
 
     def case(name, kernel, shape, constexprs, options, kind, default):
         signature = {
