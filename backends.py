@@ -160,15 +160,20 @@ def _try_attention(name, window, shape, device):
     wrong = check_attention(attend, window, shape, device)
     if wrong:
         return wrong
-    q, k, v, dy = (torch.randn((B, T, heads, head_dim), device=device).bfloat16() for heads in (n_head, n_kv_head, n_kv_head, n_head))
+    generator = torch.Generator(device).manual_seed(0)  # the run's own random numbers must not depend on whether this was measured before
+    q, k, v, dy = (
+        torch.randn((B, T, heads, head_dim), generator=generator, device=device).bfloat16()
+        for heads in (n_head, n_kv_head, n_kv_head, n_head)
+    )
     return _milliseconds(lambda: _forward_backward(attend, q, k, v, dy), device)
 
 
-def choose_attention(asked, windows, shape, device, candidates=tuple(ATTENTION)):
+def choose_attention(asked, windows, shape, device, kernels=True):
     """({window: attend}, their names) for q, k, v of `shape` (B, T, n_head, n_kv_head, head_dim). How fast each was is printed.
 
     asked: "auto", the name of a backend, or "full", which is torch's attention over the whole context whatever the window is.
-    RuntimeError if nothing that may be used gives right numbers.
+    kernels: whether "auto" may choose this project's. Where it may, FlexAttention is not tried: each window costs it a compilation of
+    some ten seconds, and it was slower wherever both were measured. RuntimeError if nothing that may be used gives right numbers.
     """
     T = shape[1]
     if asked == "full":
@@ -176,10 +181,11 @@ def choose_attention(asked, windows, shape, device, candidates=tuple(ATTENTION))
     if device.type == "cpu":
         name = "sdpa" if asked == "auto" else asked
         return {w: ATTENTION[name](w, T, device) for w in windows}, name
-    return _fastest_attention(asked, windows, shape, device, candidates)
+    candidates = ("kernels" if kernels else "flex", "flash", "sdpa") if asked == "auto" else (asked,)
+    return _fastest_attention(windows, shape, device, candidates)
 
 
-def _fastest_attention(asked, windows, shape, device, candidates):
+def _fastest_attention(windows, shape, device, candidates):
     chosen, names = {}, []
     for window in sorted(windows):
         key = "attention", window, *shape, *candidates
@@ -187,12 +193,10 @@ def _fastest_attention(asked, windows, shape, device, candidates):
         times = {n: t for n, t in tried.items() if isinstance(t, float)}
         wrong = {n: t for n, t in tried.items() if n not in times}
         for n, reason in wrong.items():
-            if "wrong" in reason or asked == n:
-                print(f"Attention up to {window} by {n} is not used: {reason}")
-        usable = [n for n in times if asked in ("auto", n)]
-        if not usable:
+            print(f"Attention up to {window} by {n} is not used: {reason}")
+        if not times:
             raise RuntimeError(f"no attention gives right numbers for a window of {window} here: {wrong}")
-        best = min(usable, key=times.get)
+        best = min(times, key=times.get)
         chosen[window] = ATTENTION[best](window, shape[1], device)
         names.append(f"{best} up to {window}")
         milliseconds = ", ".join(f"{n} {t:.2f}" for n, t in sorted(times.items(), key=lambda item: item[1]))
@@ -224,7 +228,8 @@ def choose_weight_gradients(shapes, rows, device):
 
 
 def _try_weight_gradients(linear, out, in_, rows, device):
-    dy, x = (torch.randn((rows, n), device=device).bfloat16() for n in (out, in_))
+    generator = torch.Generator(device).manual_seed(0)
+    dy, x = (torch.randn((rows, n), generator=generator, device=device).bfloat16() for n in (out, in_))
     exact = (dy[:4096].float().t() @ x[:4096].float()).double()
     times = {}
     for library in ("cublaslt", "cublas"):  # torch's names; on AMD hipBLASLt and rocBLAS

@@ -167,6 +167,8 @@ def record(function, *inputs):
     try:
         return Recorded(function, *inputs)
     except Exception as e:  # anything that a graph can't hold, such as a value that Python reads back
+        random = torch.cuda.default_generators[torch.cuda.current_device()]
+        random.graphsafe_set_state(random.clone_state())  # a recording that fails leaves it waiting for its end
         print(f"No CUDA graph, Python launches every kernel: {type(e).__name__}: {' '.join(str(e).split())[:200]}")
         return None
 

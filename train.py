@@ -193,8 +193,7 @@ class GPT(nn.Module):
         config = self.config
         shape = batch_size, config.sequence_len, config.n_head, config.n_kv_head, config.n_embd // config.n_head
         device = self.lm_head.weight.device
-        candidates = [name for name in backends.ATTENTION if FUSED or name != "kernels"]
-        self.attend, self.attention = backends.choose_attention(ATTENTION, {w for w, _ in self.window_sizes}, shape, device, candidates)
+        self.attend, self.attention = backends.choose_attention(ATTENTION, {w for w, _ in self.window_sizes}, shape, device, FUSED)
         if FUSED:
             shapes = [p.shape for p in self.transformer.h.parameters()]
             words = backends.choose_weight_gradients(shapes, batch_size * config.sequence_len, device)

@@ -1,19 +1,25 @@
 """Does the fused path learn the same? Loss against step, and val_bpb, of three forms of one model on the same data.
 
-    python benchmarks/loss_curves.py [--steps 200] [--seeds 3] [--out benchmarks]        (about seven minutes on an H200)
+    python benchmarks/loss_curves.py [--steps 200] [--seeds 3] [--out benchmarks]        (about six minutes on an H200)
+    python benchmarks/loss_curves.py --forms ours; … --forms recipe; … --report          (the same in several processes)
 
     float32   upstream's forward pass in plain PyTorch, everything in float32 but the embeddings' parameters: the reference
     recipe    the same in bfloat16 with the windows by FlexAttention, compiled
     ours      train.py as it is
 
 All see the same batches of the prepared dataset in the same order, from the same initial weights, with train.py's optimizer and a constant
-learning rate. The float32 reference runs with the first seed alone, because it is slow. Prints the largest difference of the smoothed
-losses (an exponential mean over some 20 steps) and val_bpb after the last step, with the spread over the seeds, and writes loss_curves.csv
-and loss_curves.png. Needs a GPU and a dataset.
+learning rate; but the rates of the residual lambdas are zero for the first 10 steps. At the start every block's output is zero, so that
+their gradient is zero in exact arithmetic, and what Adam makes full steps of is the sign of rounding errors: two runs of one and the same
+program part ways there by more than 0.1.
+
+The float32 reference runs with the first seed alone, because it is slow. Prints the largest difference of the smoothed losses (an
+exponential mean over some 20 steps) and val_bpb after the last step, with the spread over the seeds, and writes loss_curves.csv and
+loss_curves.png. Needs a GPU and a dataset.
 """
 
 import argparse
 import csv
+import json
 import statistics
 import sys
 import time
@@ -64,8 +70,11 @@ def train_and_evaluate(form, seed, steps, tokenizer, device):
     loader = prepare.make_dataloader(tokenizer, train.DEVICE_BATCH_SIZE, train.MAX_SEQ_LEN, "train")
     micro_batches = train.TOTAL_BATCH_SIZE // (train.DEVICE_BATCH_SIZE * train.MAX_SEQ_LEN)
     precision = torch.autocast("cuda", enabled=False) if form == "float32" else machine.autocast(device)
+    lambdas = [g for g in optimizer.param_groups if g["params"][0] is model.resid_lambdas or g["params"][0] is model.x0_lambdas]
     curve = []
-    for _ in range(steps):
+    for step in range(steps):
+        for group in lambdas:
+            group["lr"] = 0.0 if step < 10 else group["initial_lr"]
         total = torch.zeros((), device=device)
         for _ in range(micro_batches):
             x, y, _ = next(loader)
@@ -86,21 +95,28 @@ def main():
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--forms", default=",".join(FORMS))
+    parser.add_argument("--report", action="store_true", help="compare what earlier calls left in --out")
     parser.add_argument("--out", type=Path, default=HERE)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("loss_curves.py: needs a GPU that torch can use")
-    device = torch.device("cuda")
-    machine.keep_compiled()
-    tokenizer = prepare.Tokenizer.from_directory()
+    if not args.report:
+        if not torch.cuda.is_available():
+            sys.exit("loss_curves.py: needs a GPU that torch can use")
+        device = torch.device("cuda")
+        machine.keep_compiled()
+        tokenizer = prepare.Tokenizer.from_directory()
+        for form in args.forms.split(","):
+            for seed in range(42, 42 + (1 if form == "float32" else args.seeds)):
+                curve, val_bpb, seconds = train_and_evaluate(form, seed, args.steps, tokenizer, device)
+                print(f"{form} seed {seed}: smoothed loss {smoothed(curve)[-1]:.5f}, val_bpb {val_bpb:.6f}, {seconds:.0f} s", flush=True)
+                (args.out / f"loss_curve_{form}_{seed}.json").write_text(json.dumps({"losses": curve, "val_bpb": val_bpb}))
+        if set(args.forms.split(",")) != set(FORMS):
+            return
     curves, bpb = {}, {}
-    for form in args.forms.split(","):
-        for seed in range(42, 42 + (1 if form == "float32" else args.seeds)):
-            curves[form, seed], bpb[form, seed], seconds = train_and_evaluate(form, seed, args.steps, tokenizer, device)
-            print(
-                f"{form} seed {seed}: smoothed loss {smoothed(curves[form, seed])[-1]:.5f}, val_bpb {bpb[form, seed]:.6f}, {seconds:.0f} s"
-            )
-            sys.stdout.flush()
+    for form in FORMS:
+        for path in sorted(args.out.glob(f"loss_curve_{form}_*.json")):
+            kept, name = json.loads(path.read_text()), (form, int(path.stem.split("_")[-1]))
+            curves[name], bpb[name] = kept["losses"], kept["val_bpb"]
+            path.unlink()
     names = list(curves)
     first = [name for name in names if name[1] == 42]
     for i, a in enumerate(first):
@@ -109,14 +125,15 @@ def main():
             late = max(differences[len(differences) // 4 :])
             print(f"{a[0]} and {b[0]}: smoothed losses differ by {max(differences):.5f} at most, {late:.5f} after a quarter of the steps, "
                   f"{differences[-1]:.5f} at the end; val_bpb by {abs(bpb[a] - bpb[b]):.6f}")  # fmt: skip
-    for form in args.forms.split(","):
+    for form in dict.fromkeys(form for form, _ in names):
         values = [bpb[name] for name in names if name[0] == form]
         spread = f", deviation {statistics.stdev(values):.6f} over {len(values)} seeds" if len(values) > 1 else ""
         print(f"{form}: val_bpb {statistics.mean(values):.6f}{spread}")
     with open(args.out / "loss_curves.csv", "w", newline="") as f:
         writer = csv.writer(f, lineterminator="\n")
         writer.writerow(["step", *(f"{form} {seed}" for form, seed in names)])
-        writer.writerows([i, *(f"{curves[name][i]:.6f}" for name in names)] for i in range(args.steps))
+        most = max(len(curve) for curve in curves.values())
+        writer.writerows([i, *(f"{c[i]:.6f}" if i < len(c) else "" for c in curves.values())] for i in range(most))
         writer.writerow(["val_bpb", *(f"{bpb[name]:.6f}" for name in names)])
     draw(curves, names, args.out / "loss_curves.png")
 

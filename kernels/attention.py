@@ -391,7 +391,7 @@ FORWARD_CONFIGS = {
     64: {"hip": [_hip(64, 32), _hip(64, 64, waves_per_eu=4)],
          "cuda": [_cuda(128, 64, 4, 3), _cuda(128, 128, 4, 3), _cuda(128, 128, 8, 2), _cuda(128, 64, 8, 3), _cuda(64, 64, 4, 3)]},
     128: {"hip": [_hip(64, 32, waves_per_eu=1), _hip(128, 32, num_warps=8, waves_per_eu=4), _hip(64, 16)],
-          "cuda": [_cuda(64, 64, 4, 3), _cuda(128, 64, 8, 3), _cuda(128, 128, 8, 2), _cuda(64, 64, 4, 2), _cuda(64, 32, 4, 4)]},
+          "cuda": [_cuda(64, 64, 4, 3), _cuda(128, 64, 8, 3), _cuda(64, 32, 4, 4)]},
     256: {"hip": [_hip(64, 16, num_warps=8, waves_per_eu=4)], "cuda": [_cuda(128, 32, 8, 2), _cuda(64, 64, 8, 2)]},
     "float32": {"hip": [_hip(16, 16, num_warps=8, waves_per_eu=4)], "cuda": [_cuda(32, 16, 8, 1)]},
 }
@@ -399,8 +399,7 @@ DKDV_CONFIGS = {
     64: {"hip": [_hip(16, 64, **LEAN), _hip(16, 128, num_warps=8, **LEAN)],
          "cuda": [_cuda(64, 128, 8, 3, **ROOMY), _cuda(64, 128, 8, 2, **ROOMY), _cuda(64, 64, 4, 3, **ROOMY)]},
     128: {"hip": [_hip(16, 64, waves_per_eu=4, **LEAN), _hip(16, 128, num_warps=8, waves_per_eu=4, **LEAN)],
-          "cuda": [_cuda(64, 128, 8, 3, **ROOMY), _cuda(32, 128, 8, 3, **ROOMY),
-                   _cuda(64, 64, 8, 2, **ROOMY), _cuda(32, 64, 4, 3, **ROOMY)]},
+          "cuda": [_cuda(64, 128, 8, 3, **ROOMY), _cuda(32, 64, 4, 3, **ROOMY)]},
     256: {"hip": [_hip(16, 32, num_warps=8, waves_per_eu=4, **LEAN)], "cuda": [_cuda(32, 64, 8, 2, **ROOMY)]},
     "float32": {"hip": [_hip(16, 16, num_warps=8, waves_per_eu=4, **LEAN)], "cuda": [_cuda(16, 16, 8, 1, **ROOMY)]},
 }
@@ -409,7 +408,7 @@ DQ_CONFIGS = {
          "cuda": [_cuda(128, 64, 8, 3, **ROOMY), _cuda(128, 128, 8, 2, **ROOMY),
                   _cuda(64, 64, 4, 3, **ROOMY), _cuda(64, 128, 4, 2, **ROOMY)]},
     128: {"hip": [_hip(64, 16, waves_per_eu=4, **LEAN), _hip(128, 16, num_warps=8, waves_per_eu=4, **LEAN)],
-          "cuda": [_cuda(128, 64, 8, 3, **ROOMY), _cuda(128, 64, 8, 2, **ROOMY), _cuda(64, 64, 4, 2, **ROOMY)]},
+          "cuda": [_cuda(64, 64, 4, 2, **ROOMY), _cuda(128, 64, 8, 3, **ROOMY)]},
     256: {"hip": [_hip(32, 16, num_warps=8, waves_per_eu=4, **LEAN)], "cuda": [_cuda(64, 32, 8, 2, **ROOMY)]},
     "float32": {"hip": [_hip(16, 16, num_warps=8, waves_per_eu=4, **LEAN)], "cuda": [_cuda(16, 16, 8, 1, **ROOMY)]},
 }
