@@ -197,12 +197,6 @@ def cases():
         yield case(qkv, f"qkv_norm_rope {n_head}/{n_kv_head} heads of {head_dim}{', value residual' if residual else ''}",
                    lambda x, *e, s=(*tables, *heads, idx): qkv.qkv_norm_rope(x, *s, *e),
                    lambda x, *e, s=(*tables, *heads, idx): qkv.qkv_norm_rope_ref(x, *s, *e), _randn(2, 5, width), *embedding)  # fmt: skip
-    title, T, n_kv_head, options = windowed
-    for head_dim in (64, 128):
-        q, k, v = (_randn(1, T, 2, head_dim) for _ in range(3))
-        yield case(attention, f"flash_attention {title}, bounded, T {T}, head_dim {head_dim}",
-                   lambda q, k, v: attention.flash_attention(q, k, v, bounded=True, **options),
-                   lambda q, k, v: attention.flash_attention_ref(q, k, v, **options), q, k, v)  # fmt: skip
     for width in (300, 304):
         weight = _randn(24, width, scale=width**-0.5)
         yield case(norm_linear, f"add_norm_linear 5×{width}", norm_linear.add_norm_linear, norm_linear.add_norm_linear_ref,
