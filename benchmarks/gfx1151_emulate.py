@@ -35,6 +35,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
 BOUNDS = {64: {"forward": 43, "backward": 34}, 128: {"forward": 46, "backward": 32}}  # TFLOP/s by head_dim: what a change must keep
+ATTENTION = {"causal": {"causal": True}, "causal, bounded": {"causal": True, "bounded": True}, "full": {"causal": False}}
 MODULES = ("rms_norm", "gated", "qk_norm_rope", "qkv", "residual_mix", "norm_linear", "attention", "cross_entropy")
 COLUMNS = ("case", "kernels", "instructions", "wmma", "vector_cycles", "lds_cycles", "scratch", "worst", "verdict", "seconds")
 
@@ -265,22 +266,22 @@ def emulate(driver, only=None):
 # --- the marginal issue bound of attention --------------------------------------------------------------------------
 
 
-def attention_costs(driver, head_dim, n_queries, n_keys, causal):
-    """{kernel: Cost} of attention, forward and backward, one head."""
+def attention_costs(driver, head_dim, n_queries, n_keys, causal, bounded=False):
+    """{kernel: Cost} of attention, forward and backward, one head. `bounded`: without a running maximum, as train.py calls it."""
     from rdna3_emulator import Cost
 
     from kernels.attention import flash_attention
 
     driver.launches.clear()
     q, k, v = (_randn(1, n, 1, head_dim).requires_grad_() for n in (n_queries, n_keys, n_keys))
-    flash_attention(q, k, v, causal=causal).sum().backward()
+    flash_attention(q, k, v, causal=causal, bounded=bounded).sum().backward()
     costs = {}
     for name, _metadata, cost in driver.launches:
         costs[name] = costs.get(name, Cost()) + cost
     return costs
 
 
-def marginal_bounds(driver, head_dim, causal):
+def marginal_bounds(driver, head_dim, causal, bounded=False):
     """TFLOP/s that issue allows to a full block, forward and backward, from the cost of one more of them.
 
     A block is as large as the largest tile. Causal attention of n·block positions has n blocks on the diagonal and n(n - 1)/2 full
@@ -293,7 +294,7 @@ def marginal_bounds(driver, head_dim, causal):
     block = max(tile[side] for tile in tiles for side in ("BLOCK_M", "BLOCK_N"))
 
     def costs(queries, keys):
-        return attention_costs(driver, head_dim, queries * block, keys * block, causal)
+        return attention_costs(driver, head_dim, queries * block, keys * block, causal, bounded)
 
     if causal:
         one, two, three = costs(1, 1), costs(2, 2), costs(3, 3)
@@ -313,6 +314,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="a module (cross_entropy) or one case by its name")
     parser.add_argument("--csv", default="gfx1151_emulated.csv")
+    parser.add_argument("--bounds", default="gfx1151_bounds.csv", help="attention's issue bounds")
     args = parser.parse_args()
     if not os.environ.get("TINYGRAD_PATH"):
         parser.error("set TINYGRAD_PATH to a clone of https://github.com/tinygrad/tinygrad")
@@ -332,11 +334,15 @@ def main():
     if args.only in (None, "attention"):
         print("\nMarginal issue bound of a full block of attention, TFLOP/s (modelled)\n")
         print("| head_dim | attention | pass | bound | at least |\n|---|---|---|---|---|")
-        for head_dim, causal in itertools.product(BOUNDS, (True, False)):
-            for direction, bound in marginal_bounds(driver, head_dim, causal).items():
-                least = BOUNDS[head_dim][direction]
-                wrong += bound < least
-                print(f"| {head_dim} | {'causal' if causal else 'full'} | {direction} | {bound:.1f} | {least} |", flush=True)
+        with open(args.bounds, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(("head_dim", "attention", "pass", "bound"))
+            for head_dim, (attention, options) in itertools.product(BOUNDS, ATTENTION.items()):
+                for direction, bound in marginal_bounds(driver, head_dim, **options).items():
+                    least = BOUNDS[head_dim][direction]
+                    wrong += bound < least
+                    print(f"| {head_dim} | {attention} | {direction} | {bound:.1f} | {least} |", flush=True)
+                    writer.writerow((head_dim, attention, direction, round(bound, 1)))
     return int(wrong > 0)
 
 

@@ -35,7 +35,7 @@ def test_machine_code(module, tmp_path):
     """In a process of its own: this one may hold interpreted kernels."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     path = tmp_path / "emulated.csv"
-    command = [sys.executable, BENCHMARKS / "gfx1151_emulate.py", "--only", module, "--csv", path]
+    command = [sys.executable, BENCHMARKS / "gfx1151_emulate.py", "--only", module, "--csv", path, "--bounds", tmp_path / "bounds.csv"]
     run = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stdout + run.stderr
     with open(path) as file:

@@ -1,0 +1,482 @@
+"""The optimizer step on paper for gfx1151: what its kernels compute and move, counted, over the rates that others measured there.
+
+    python benchmarks/gfx1151_model.py --csv benchmarks/gfx1151_model.csv --plot benchmarks/gfx1151_model.png
+
+train.py's own model, forward, backward and optimizer, runs on tensors without content (torch's FakeTensorMode), with the choices that a
+gfx1151 makes (BLAS products, tiles, passes of the backward). Every product, every launch of a Triton kernel and every other operation is
+seen with its shapes; none is executed. A kernel takes the longer of its FLOPs over its rate and its bytes over the memory's bandwidth.
+
+Two steps are modelled. "ours": train.py as it is. "published recipe": the same model in plain PyTorch as autoresearch-halo trains it
+(SDPA over the whole context, one BLAS library, elementwise code left to Inductor): its products and attention are counted in the same
+way, its elementwise traffic is what a trace of it on an H200 took. Its author measured 2.57 s, which is what the model is held to.
+
+Nothing here was measured by us on the chip. All is modelled from published rates (RATES) and issue bounds of an emulator.
+"""
+
+import argparse
+import collections
+import contextlib
+import csv
+import importlib
+import io
+import math
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+import torch
+import triton
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+TOKENS, MICRO_BATCH = 131072, 16
+MEASURED_SECONDS = 2.57  # a step of the published recipe on the part, by its author (autoresearch-halo)
+
+# Published measurements on gfx1151. Products in TFLOP/s, bf16 at 4096³: forward x·wᵀ, input gradient dy·w, weight gradient dyᵀ·x.
+BANDWIDTH = 212.6  # GB/s, HIP copy
+PRODUCTS = {
+    "rocBLAS": {"forward": 21.8, "input gradient": 29.2, "weight gradient": 40.5},
+    "hipBLASLt": {"forward": 34.0, "input gradient": 35.2, "weight gradient": 16.3},  # torch's choice
+}
+BEST_PRODUCTS = {layout: max(rates[layout] for rates in PRODUCTS.values()) for layout in PRODUCTS["rocBLAS"]}
+AOTRITON_FORWARD = 11.3  # causal attention, fp16, D128, S4096
+AOTRITON_BACKWARD = AOTRITON_FORWARD / 2  # nobody has published one: taken to be half of the forward's, as is usual
+# Published Triton kernels for the part, and the issue bounds of kernels of their kind: the share that becomes real.
+FORWARD_SHARE = 23.5 / 48  # best public forward
+BACKWARD_SHARE = 8.5 / 35  # aiter's backward, bf16, D64, S4096
+H200_BANDWIDTH = 4300.0  # GB/s, copy
+H200_ELEMENTWISE_MS = 25.0  # of the published recipe, 131,072 tokens, micro-batch 16, where no trace is at hand
+
+PEAK = 49.6e12  # as the published 24.4 % MFU takes it
+
+# --- counting -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Event:
+    """One operation or launch. reads, writes: {storage: bytes}; `fusable`: the compiler sees it, outside of a custom operator."""
+
+    kind: str  # "product", "attention", "kernel" or "elementwise"
+    name: str
+    part: str
+    reads: dict
+    writes: dict
+    flops: float = 0.0
+    fusable: bool = False
+    size: int = 0  # elements of its largest tensor
+    reduces: bool = False
+    shape: str = ""  # of a product, rows × summed × columns
+
+    @property
+    def bytes(self):
+        return sum(self.reads.values()) + sum(self.writes.values())
+
+
+PRODUCT_OPERATIONS = {"mm", "addmm", "bmm", "baddbmm"}
+SCALED_DOT_PRODUCT = "_scaled_dot_product_flash_attention_for_cpu"  # the one that a CPU tensor reaches; counted as SDPA's flash attention
+NO_KERNEL = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "_unsafe_view", "_reshape_alias"}
+WRITTEN_OVER = {"_row_kernel": 0}  # argument that a kernel reads and writes, given once (an argument given twice counts twice)
+
+
+def _tensors(*trees):
+    return [t for t in tree_leaves(trees) if isinstance(t, torch.Tensor)]
+
+
+def _bytes(tensors):
+    """{storage: bytes}: views of one storage count as the largest of them. Broadcast dimensions hold nothing."""
+    sizes = {}
+    for t in tensors:
+        storage = t.untyped_storage()
+        TRACE.storages.append(storage)  # kept, so that no other gets its address
+        held = math.prod(n for n, stride in zip(t.shape, t.stride()) if stride) * t.element_size()
+        sizes[storage._cdata] = max(sizes.get(storage._cdata, 0), held)
+    return sizes
+
+
+def visible_pairs(T, window=None):
+    """Pairs of query and key in causal attention over T positions and `window` keys before the query."""
+    window = T - 1 if window is None else min(window, T - 1)
+    return (window + 1) * (window + 2) // 2 + (T - window - 1) * (window + 1)
+
+
+def product_layout(a, b):
+    """Which pass makes a · b, by what is transposed: x·wᵀ, dyᵀ·x, or neither: dy·w."""
+    if a.stride(-1) != 1 and a.shape[-1] > 1:
+        return "weight gradient"
+    return "forward" if b.stride(-1) != 1 and b.shape[-1] > 1 else "input gradient"
+
+
+class Trace(TorchDispatchMode):
+    """Collects an Event for each operation and launch, inside custom operators too."""
+
+    def __init__(self):
+        super().__init__()
+        self.events, self.storages, self.part, self.depth = [], [], "model", 0
+
+    @contextlib.contextmanager
+    def recording(self, part):
+        self.events, self.part = [], part
+        with self:
+            yield self.events
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        custom = OPDEFS.get(func._schema.name)
+        if custom is not None:
+            self.depth += 1
+            with self, torch.no_grad():
+                result = custom._init_fn(*args, **kwargs)
+            self.depth -= 1
+            return result
+        if func.namespace == "prim":  # a question to a tensor, such as its device
+            return func(*args, **kwargs)
+        if self.depth and func._can_decompose():  # outside, torch has done this before
+            with self:
+                return func.decompose(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._operation(func, args, kwargs, result)
+        return result
+
+    def _operation(self, func, args, kwargs, result):
+        name = func._schema.name.split("::")[1]
+        outputs, inputs = _tensors(result), _tensors(args, {k: v for k, v in kwargs.items() if k != "out"})
+        if func.is_view or name in NO_KERNEL or not outputs:
+            return
+        if name.removesuffix("_backward") == SCALED_DOT_PRODUCT:
+            q = args[1] if name.endswith("_backward") else args[0]
+            B, H, T, D = q.shape
+            flops = (10 if name.endswith("_backward") else 4) * D * B * H * visible_pairs(T)
+            self.add("attention", "SDPA " + ("backward" if name.endswith("_backward") else "forward"), inputs, outputs, flops)
+        elif name in PRODUCT_OPERATIONS:
+            a, b = inputs[-2:]
+            flops = 2 * math.prod(a.shape) * b.shape[-1]
+            if kwargs.get("beta") == 0:
+                inputs = [a, b]
+            self.add("product", product_layout(a, b), inputs, outputs, flops)
+            self.events[-1].shape = "×".join(map(str, (*a.shape, b.shape[-1])))
+        elif max(t.numel() for t in inputs + outputs) > 1:  # single numbers are part of a kernel, or the CPU's
+            reads = _bytes(inputs)
+            if name == "embedding":  # reads rows, not the table
+                table = args[0].untyped_storage()._cdata
+                reads[table] = min(reads[table], sum(_bytes(outputs).values()))
+            if name in ("fill_", "zero_", "copy_"):  # write what they are given first
+                reads = _bytes(inputs[1:])
+            self.add("elementwise", name, reads, outputs, fusable=not self.depth)
+            event = self.events[-1]
+            event.size = max(t.numel() for t in inputs + outputs)
+            event.reduces = bool(inputs) and name != "embedding" and event.size >= 16 * max(t.numel() for t in outputs)
+
+    def add(self, kind, name, reads, writes, flops=0.0, fusable=False):
+        reads, writes = (x if isinstance(x, dict) else _bytes(x) for x in (reads, writes))
+        self.events.append(Event(kind, name, self.part, reads, writes, flops, fusable))
+
+    def launch(self, function, args, kwargs):
+        """Of a Triton kernel: every tensor is read or written once. Only attention's FLOPs count."""
+        name = function.__name__
+        tensors, given = {}, dict(zip(function.arg_names, args)) | kwargs
+        for t in _tensors(list(given.values())):
+            for storage, size in _bytes([t]).items():
+                tensors[storage] = tensors.get(storage, 0) + size
+        if name in WRITTEN_OVER:
+            for storage, size in _bytes([args[WRITTEN_OVER[name]]]).items():
+                tensors[storage] += size
+        products = 0
+        if function.__module__.endswith(".attention"):
+            products = {"_forward_kernel": 2, "_dq_kernel": 3}.get(name, 0)
+            if name == "_dkdv_kernel":
+                products = 1 + given["DV"] + 2 * given["DK"]
+                name += {(0, 1): " (dV)", (1, 0): " (dK)", (1, 1): ""}[int(given["DK"]), int(given["DV"])]
+        if products:
+            B, T, H, D = given["q"].shape
+            flops = 2 * products * D * B * H * visible_pairs(T, given["window"] if given["WINDOWED"] else None)
+            self.add("attention", name, tensors, {}, flops)
+        else:
+            self.add("kernel", name, tensors, {})
+
+
+TRACE = Trace()
+
+
+def fuse(events):
+    """The events, those that a compiler fuses as one: runs of elementwise operations of one size or one flow of data, up to a reduction.
+
+    What such a kernel makes and only itself reads stays in registers. Inductor does better (a row's reduction and what follows it are
+    one kernel there), so this bounds its traffic from above; of its launches it is an estimate.
+    """
+    last_read = {storage: i for i, event in enumerate(events) for storage in event.reads}
+    fused, group = [], []
+
+    def close():
+        if not group:
+            return
+        reads, writes, names = {}, {}, collections.Counter(event.name for _, event in group)
+        made = set()
+        for _, event in group:
+            for storage, size in event.reads.items():
+                if storage not in made:
+                    reads[storage] = max(reads.get(storage, 0), size)
+            made.update(event.writes)
+            for storage, size in event.writes.items():
+                writes[storage] = max(writes.get(storage, 0), size)
+        end = group[-1][0]
+        kept = {s: size for s, size in writes.items() if s in reads or last_read.get(s, len(events)) > end}  # in place, or read later
+        first = group[0][1]
+        fused.append(Event("elementwise", names.most_common(1)[0][0], first.part, reads, kept))
+        group.clear()
+
+    for i, event in enumerate(events):
+        if not event.fusable:
+            close()
+            fused.append(event)
+            continue
+        if group:
+            sizes, made = {e.size for _, e in group}, set().union(*(e.writes for _, e in group))
+            if event.part != group[0][1].part or not (event.size in sizes or made & set(event.reads)):
+                close()
+        group.append((i, event))
+        if event.reduces:
+            close()
+    close()
+    return fused
+
+
+def count_step(fused, config=None, tokens=TOKENS, micro_batch=MICRO_BATCH):
+    """One optimizer step of train.py's model (its own configuration, or another): [(Event, how often)]. After `as_gfx1151`."""
+    import train
+
+    config = config or train.model_config(train.prepare.DATASET.vocab_size)
+    train.FUSED, train.ATTENTION = fused, "kernels" if fused else "full"
+    micro_batches = tokens // (micro_batch * config.sequence_len)
+    counted = []
+    with FakeTensorMode():
+        model = train.GPT(config)
+        model.init_weights()
+        for embedding in (model.transformer.wte, *model.value_embeds.values()):  # as on a GPU
+            embedding.weight = torch.nn.Parameter(embedding.weight.bfloat16())
+        model.choose_backends(micro_batch)
+        with contextlib.redirect_stdout(io.StringIO()):
+            optimizer = model.setup_optimizer()
+        x = torch.zeros((micro_batch, config.sequence_len), dtype=torch.int64)
+        for times in (1, micro_batches - 1):  # the first micro-step makes the gradients, the others add to them
+            with TRACE.recording("model") as events, torch.autocast("cpu", torch.bfloat16):
+                (model(x, x) / micro_batches).backward()
+            counted += [(event, times) for event in fuse(events) if times]
+        optimizer.step()  # makes its state
+        with TRACE.recording("optimizer") as events:
+            optimizer.step()
+    return counted + [(event, 1) for event in fuse(events)]
+
+
+def as_gfx1151():
+    """Let this process be one of a machine with gfx1151: before train.py and `kernels` are imported. It executes no kernel from here on."""
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ["AUTORESEARCH_DATASET"] = "climbmix"  # not the demonstration's sizes
+    torch.version.hip = "modelled"
+    triton.runtime.JITFunction.run = lambda kernel, *args, grid, warmup, **kwargs: TRACE.launch(kernel, args, kwargs)
+    triton.runtime.Autotuner.run = lambda tuner, *args, grid, warmup, **kwargs: TRACE.launch(tuner.fn, args, kwargs)
+    importlib.import_module("kernels._common").INTERPRETED = True  # the kernels are defined; from here on: tensors on the CPU are welcome
+
+
+# --- timing on paper ------------------------------------------------------------------------------------------------
+
+
+def bounds(path=HERE / "gfx1151_bounds.csv"):
+    """{pass: TFLOP/s} that issue allows our kernels as train.py calls them: causal, bounded scores, head_dim 128 (gfx1151_emulate.py)."""
+    with open(path) as file:
+        rows = [row for row in csv.DictReader(file) if row["head_dim"] == "128" and row["attention"] == "causal, bounded"]
+    return {row["pass"]: float(row["bound"]) for row in rows}
+
+
+def our_rates():
+    """Two sets of TFLOP/s: the backward at the share of its bound that the published forward reaches, and at that of the backward."""
+    bound = bounds()
+    forward = {**BEST_PRODUCTS, "attention forward": bound["forward"] * FORWARD_SHARE}
+    return [{**forward, "attention backward": bound["backward"] * share} for share in (FORWARD_SHARE, BACKWARD_SHARE)]
+
+
+RECIPE_RATES = {**PRODUCTS["hipBLASLt"], "attention forward": AOTRITON_FORWARD, "attention backward": AOTRITON_BACKWARD}
+
+
+def classify(event):
+    """(class, which rate counts): the rate is None where only bytes do."""
+    if event.part == "optimizer":
+        return ("optimizer: products", event.name) if event.kind == "product" else ("optimizer: elementwise", None)
+    if event.kind == "product":
+        return f"products: {event.name}", event.name
+    if event.kind == "attention":
+        name = "attention forward" if "forward" in event.name else "attention backward"
+        return name, name
+    return ("fused kernels" if event.kind == "kernel" else "other elementwise"), None
+
+
+def milliseconds(flops, size, rate):
+    """FLOPs at `rate` TFLOP/s or bytes at the memory's bandwidth, whichever takes longer."""
+    return max(flops / rate / 1e9 if flops else 0.0, size / BANDWIDTH / 1e6)
+
+
+def kernel_rows(step, counted, rates):
+    """One dict of COLUMNS a kernel (and shape of a product), from [(Event, how often)]; ms by the first and the last of `rates`.
+
+    The useful FLOPs of attention's backward are two and a half times the forward's: five products to its two. Kernels that run apart
+    make some of them twice; the rates count useful FLOPs, so each kernel gets its share of those.
+    """
+    executed = collections.Counter()
+    for event, times in counted:
+        executed[classify(event)[0]] += times * event.flops
+    useful = 2.5 * executed["attention forward"] / (executed["attention backward"] or 1)
+    rows = {}
+    for event, times in counted:
+        part, rate = classify(event)
+        flops = event.flops * (useful if part == "attention backward" else 1)
+        row = rows.setdefault((part, event.shape or event.name), dict.fromkeys(COLUMNS, 0))
+        row.update(step=step, part=part, kernel=event.shape or event.name)
+        row["launches"] += times
+        row["tflop"] += times * flops / 1e12
+        row["gigabytes"] += times * event.bytes / 1e9
+        for column, of in (("ms", rates[0]), ("ms_low", rates[-1])):
+            row[column] += times * milliseconds(flops, event.bytes, of.get(rate))
+    return sorted(rows.values(), key=lambda row: (PARTS.index(row["part"]), -row["ms"]))
+
+
+PARTS = ("products: forward", "products: input gradient", "products: weight gradient", "attention forward", "attention backward",
+         "fused kernels", "other elementwise", "optimizer: products", "optimizer: elementwise")  # fmt: skip
+COLUMNS = ("step", "part", "kernel", "launches", "tflop", "gigabytes", "ms", "ms_low")
+
+
+def recipe_elementwise(path=HERE / "train_step_kernels.csv"):
+    """(gigabytes, launches or 0 if unknown, where from): what Inductor leaves of the published recipe, from its time on an H200."""
+    if not Path(path).exists():
+        return H200_ELEMENTWISE_MS * H200_BANDWIDTH / 1e3, 0, f"{H200_ELEMENTWISE_MS:g} ms on an H200"
+    with open(path) as file:
+        rows = [r for r in csv.DictReader(file) if is_recipe(r)]
+    rows = [r for r in rows if not any(word in r["kernel"].lower() for word in NOT_ELEMENTWISE)]
+    ms, launches = sum(float(r["ms"]) for r in rows), sum(float(r["launches"]) for r in rows)
+    return ms * H200_BANDWIDTH / 1e3, round(launches), f"{ms:.1f} ms on an H200, {Path(path).name}"
+
+
+NOT_ELEMENTWISE = ("gemm", "nvjet", "cutlass", "cublas", "sdpa", "fmha", "flash", "attention", "splitk")  # in the names of kernels
+
+
+def is_recipe(row):
+    return "recipe" in row["variant"] and int(row["tokens"]) == TOKENS and int(row["micro_batch"]) == MICRO_BATCH
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+
+def by_part(rows):
+    """{part: {launches, tflop, gigabytes, ms, ms_low}}."""
+    parts = {}
+    for row in rows:
+        total = parts.setdefault(row["part"], dict.fromkeys(COLUMNS[3:], 0))
+        for column in total:
+            total[column] += row[column]
+    return parts
+
+
+def seconds(rows, column="ms"):
+    return sum(row[column] for row in rows) / 1e3
+
+
+def model():
+    """{step: rows}, where the recipe's elementwise traffic is from, and FLOPs a step by train.py's own windowed count."""
+    as_gfx1151()
+    import train
+
+    gigabytes, launches, source = recipe_elementwise()
+    plain = [(event, times) for event, times in count_step(False) if event.kind in ("product", "attention")]
+    recipe = kernel_rows("published recipe", plain, [RECIPE_RATES])
+    inductor = dict(step="published recipe", part="elementwise by Inductor", kernel=source, launches=launches, tflop=0, gigabytes=gigabytes)
+    recipe.append({**inductor, "ms": gigabytes / BANDWIDTH * 1e3, "ms_low": gigabytes / BANDWIDTH * 1e3})
+    steps = {"published recipe": recipe, "ours": kernel_rows("ours", count_step(True), our_rates())}
+    with torch.device("meta"):
+        flops = train.GPT(train.model_config(train.prepare.DATASET.vocab_size)).estimate_flops() * TOKENS
+    return steps, source, flops
+
+
+def report(steps, source, flops):
+    forward, low = our_rates()
+    print(f"One optimizer step of {TOKENS:,} tokens, micro-batch {MICRO_BATCH}, on gfx1151: modelled, not measured.\n")
+    print("| step | part | launches | TFLOP | GB | ms | ms, backward's share |\n|---|---|---|---|---|---|---|")
+    for step, rows in steps.items():
+        for part, total in by_part(rows).items():
+            print(
+                f"| {step} | {part} | {total['launches'] or ''} | {total['tflop']:.2f} | {total['gigabytes']:.1f} | "
+                f"{total['ms']:.0f} | {total['ms_low']:.0f} |"
+            )
+        launches, tflop, gigabytes, ms, low_ms = (sum(row[column] for row in rows) for column in COLUMNS[3:])
+        print(f"| {step} | **all** | {launches} | {tflop:.2f} | {gigabytes:.1f} | **{ms:.0f}** | **{low_ms:.0f}** |")
+    print("\n| | s a step | tok/s | MFU of 49.6 TFLOP/s |\n|---|---|---|---|")
+    for name, taken in (
+        ("published recipe, measured by its author", MEASURED_SECONDS),
+        ("published recipe, modelled", seconds(steps["published recipe"])),
+        (f"ours, backward at the forward's share ({forward['attention backward']:.1f} TFLOP/s)", seconds(steps["ours"])),
+        (f"ours, backward at the backward's share ({low['attention backward']:.1f} TFLOP/s)", seconds(steps["ours"], "ms_low")),
+    ):
+        print(f"| {name} | {taken:.2f} | {TOKENS / taken:,.0f} | {flops / taken / PEAK:.1%} |")
+    backward = by_part(steps["published recipe"])["attention backward"]
+    rest = seconds(steps["published recipe"]) - backward["ms"] / 1e3
+    print(f"\nProducts, TFLOP/s: {BEST_PRODUCTS}, the recipe's {PRODUCTS['hipBLASLt']}. Memory {BANDWIDTH} GB/s.")
+    print(f"Attention: forward {forward['attention forward']:.1f}, the recipe's {AOTRITON_FORWARD} and, assumed, half of that in its")
+    print(f"backward; at aiter's 8.5 its step takes {rest + backward['tflop'] / 8.5:.2f} s, and its measured step implies")
+    print(f"{backward['tflop'] / (MEASURED_SECONDS - rest):.1f}. Its elementwise traffic: {source}, at {H200_BANDWIDTH:g} GB/s.")
+
+
+def plot(steps, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    bars = [
+        ("published recipe", by_part(steps["published recipe"]), "ms"),
+        ("ours, forward's share", by_part(steps["ours"]), "ms"),
+        ("ours, backward's share", by_part(steps["ours"]), "ms_low"),
+    ]
+    groups = {"products": "products", "attention forward": "attention forward", "attention backward": "attention backward"}
+    colours = {"products": "#4477aa", "attention forward": "#ccbb44", "attention backward": "#ee6677", "elementwise": "#228833"}
+    figure, axes = pyplot.subplots(figsize=(8, 2.4))
+    for y, (_name, parts, column) in enumerate(bars):
+        sums = collections.Counter()
+        for part, total in parts.items():
+            sums[next((g for g in groups if g in part), "elementwise")] += total[column] / 1e3
+        left = 0.0
+        for group, colour in colours.items():
+            axes.barh(y, sums[group], left=left, color=colour, label=group if y == 0 else None)
+            axes.text(left + sums[group] / 2, y, f"{sums[group]:.2f}", ha="center", va="center", color="white", fontsize=8)
+            left += sums[group]
+        axes.text(left + 0.02, y, f"{left:.2f} s", va="center", fontsize=9)
+    axes.axvline(MEASURED_SECONDS, color="black", linewidth=1, linestyle=":", label="published recipe, measured")
+    axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
+    axes.set(xlim=(0, 3.0), xlabel="seconds for 131,072 tokens on gfx1151 (modelled)")
+    axes.invert_yaxis()
+    figure.legend(*axes.get_legend_handles_labels(), ncols=5, loc="upper center", fontsize=7, frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 0.93))
+    figure.savefig(path, dpi=110)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--csv", help="write a row for each kernel")
+    parser.add_argument("--plot", help="write a picture")
+    args = parser.parse_args()
+    steps, source, flops = model()
+    report(steps, source, flops)
+    if args.csv:
+        with open(args.csv, "w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            for row in (row for rows in steps.values() for row in rows):
+                writer.writerow({k: f"{v:.4f}" if isinstance(v, float) else v for k, v in row.items()})
+    if args.plot:
+        plot(steps, args.plot)
+
+
+if __name__ == "__main__":
+    main()
