@@ -38,19 +38,20 @@ from torch.utils._pytree import tree_leaves
 TOKENS, MICRO_BATCH = 131072, 16
 MEASURED_SECONDS = 2.57  # a step of the published recipe on the part, by its author (autoresearch-halo)
 
-# Published measurements on gfx1151. Products in TFLOP/s, bf16 at 4096³: forward x·wᵀ, input gradient dy·w, weight gradient dyᵀ·x.
+# Published measurements on gfx1151. Products in TFLOP/s, bf16 at 4096³: x·wᵀ, dy·w, dyᵀ·x. torch takes hipBLASLt.
 BANDWIDTH = 212.6  # GB/s, HIP copy
-PRODUCTS = {
-    "rocBLAS": {"forward": 21.8, "input gradient": 29.2, "weight gradient": 40.5},
-    "hipBLASLt": {"forward": 34.0, "input gradient": 35.2, "weight gradient": 16.3},  # torch's choice
-}
-BEST_PRODUCTS = {layout: max(rates[layout] for rates in PRODUCTS.values()) for layout in PRODUCTS["rocBLAS"]}
+LIBRARIES = {"cublaslt": "hipBLASLt", "cublas": "rocBLAS"}  # by torch's names, which stay NVIDIA's on AMD
+LAYOUTS = ("forward", "input gradient", "weight gradient")
+PRODUCTS = {"rocBLAS": dict(zip(LAYOUTS, (21.8, 29.2, 40.5))), "hipBLASLt": dict(zip(LAYOUTS, (34.0, 35.2, 16.3)))}
+LARGER_PRODUCTS = {"rocBLAS": dict(zip(LAYOUTS, (25.2, 24.2, 31.2))), "hipBLASLt": dict(zip(LAYOUTS, (34.1, 31.0, 8.4)))}  # 8192³
 AOTRITON_FORWARD = 11.3  # causal attention, fp16, D128, S4096
 AOTRITON_BACKWARD = AOTRITON_FORWARD / 2  # nobody has published one: taken to be half of the forward's, as is usual
 # Published Triton kernels for the part, and the issue bounds of kernels of their kind: the share that becomes real.
 FORWARD_SHARE = 23.5 / 48  # best public forward
 BACKWARD_SHARE = 8.5 / 35  # aiter's backward, bf16, D64, S4096
 H200_BANDWIDTH = 4300.0  # GB/s, copy
+TRACE_FILE = HERE / "train_step_kernels.csv"
+NOT_ELEMENTWISE = ("gemm", "nvjet", "cutlass", "cublas", "splitk", "sdpa", "fmha", "flash", "attention", "cudnn")  # in kernels' names
 H200_ELEMENTWISE_MS = 25.0  # of the published recipe, 131,072 tokens, micro-batch 16, where no trace is at hand
 
 PEAK = 49.6e12  # as the published 24.4 % MFU takes it
@@ -71,7 +72,8 @@ class Event:
     fusable: bool = False
     size: int = 0  # elements of its largest tensor
     reduces: bool = False
-    shape: str = ""  # of a product, rows × summed × columns
+    shape: str = ""  # of a product: rows × summed × columns
+    library: str = ""  # that makes it
 
     @property
     def bytes(self):
@@ -117,13 +119,18 @@ class Trace(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.events, self.storages, self.part, self.depth = [], [], "model", 0
+        self.events, self.storages, self.part, self.depth, self.library = [], [], "model", 0, "cublaslt"
 
     @contextlib.contextmanager
     def recording(self, part):
         self.events, self.part = [], part
         with self:
             yield self.events
+
+    def preferred_blas_library(self, library=None):
+        """torch's, which products are made by from then on."""
+        self.library = library or self.library
+        return self.library
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -160,6 +167,7 @@ class Trace(TorchDispatchMode):
                 inputs = [a, b]
             self.add("product", product_layout(a, b), inputs, outputs, flops)
             self.events[-1].shape = "×".join(map(str, (*a.shape, b.shape[-1])))
+            self.events[-1].library = LIBRARIES[self.library]
         elif max(t.numel() for t in inputs + outputs) > 1:  # single numbers are part of a kernel, or the CPU's
             reads = _bytes(inputs)
             if name == "embedding":  # reads rows, not the table
@@ -210,40 +218,41 @@ def fuse(events):
     one kernel there), so this bounds its traffic from above; of its launches it is an estimate.
     """
     last_read = {storage: i for i, event in enumerate(events) for storage in event.reads}
-    fused, group = [], []
+    fused, group, sizes, made = [], [], set(), set()
 
-    def close():
-        if not group:
-            return
-        reads, writes, names = {}, {}, collections.Counter(event.name for _, event in group)
-        made = set()
-        for _, event in group:
-            for storage, size in event.reads.items():
-                if storage not in made:
-                    reads[storage] = max(reads.get(storage, 0), size)
-            made.update(event.writes)
-            for storage, size in event.writes.items():
-                writes[storage] = max(writes.get(storage, 0), size)
-        end = group[-1][0]
-        kept = {s: size for s, size in writes.items() if s in reads or last_read.get(s, len(events)) > end}  # in place, or read later
-        first = group[0][1]
-        fused.append(Event("elementwise", names.most_common(1)[0][0], first.part, reads, kept))
-        group.clear()
+    def close(end):
+        if group:
+            fused.append(_merged(group, lambda storage: last_read.get(storage, len(events)) >= end))
+        for collection in (group, sizes, made):
+            collection.clear()
 
     for i, event in enumerate(events):
+        if not (event.fusable and (event.size in sizes or made & set(event.reads))):
+            close(i)
         if not event.fusable:
-            close()
             fused.append(event)
             continue
-        if group:
-            sizes, made = {e.size for _, e in group}, set().union(*(e.writes for _, e in group))
-            if event.part != group[0][1].part or not (event.size in sizes or made & set(event.reads)):
-                close()
-        group.append((i, event))
+        group.append(event)
+        sizes.add(event.size)
+        made.update(event.writes)
         if event.reduces:
-            close()
-    close()
+            close(i + 1)
+    close(len(events))
     return fused
+
+
+def _merged(group, is_read_later):
+    """One kernel of several operations: what it does not make itself is read once, what it changes in place or others read is written."""
+    reads, writes = {}, {}
+    for event in group:
+        for storage, size in event.reads.items():
+            if storage not in writes:
+                reads[storage] = max(reads.get(storage, 0), size)
+        for storage, size in event.writes.items():
+            writes[storage] = max(writes.get(storage, 0), size)
+    kept = {storage: size for storage, size in writes.items() if storage in reads or is_read_later(storage)}
+    name = collections.Counter(event.name for event in group).most_common(1)[0][0]
+    return Event("elementwise", name, group[0].part, reads, kept)
 
 
 def count_step(fused, config=None, tokens=TOKENS, micro_batch=MICRO_BATCH):
@@ -252,6 +261,7 @@ def count_step(fused, config=None, tokens=TOKENS, micro_batch=MICRO_BATCH):
 
     config = config or train.model_config(train.prepare.DATASET.vocab_size)
     train.FUSED, train.ATTENTION = fused, "kernels" if fused else "full"
+    train.backends.choose_weight_gradients = _choose_by_published_rates
     micro_batches = tokens // (micro_batch * config.sequence_len)
     counted = []
     with FakeTensorMode():
@@ -273,6 +283,14 @@ def count_step(fused, config=None, tokens=TOKENS, micro_batch=MICRO_BATCH):
     return counted + [(event, 1) for event in fuse(events)]
 
 
+def _choose_by_published_rates(shapes, rows, device):
+    """What backends.py finds out on the machine, for the shapes that it is asked for."""
+    linear = importlib.import_module("kernels.linear")
+    library = max(LIBRARIES, key=lambda name: PRODUCTS[LIBRARIES[name]]["weight gradient"])
+    linear.WEIGHT_GRADIENT.update({tuple(shape): ("direct", library) for shape in shapes})
+    return ""
+
+
 def as_gfx1151():
     """Let this process be one of a machine with gfx1151: before train.py and `kernels` are imported. It executes no kernel from here on."""
     os.environ.pop("TRITON_INTERPRET", None)
@@ -280,6 +298,7 @@ def as_gfx1151():
     torch.version.hip = "modelled"
     triton.runtime.JITFunction.run = lambda kernel, *args, grid, warmup, **kwargs: TRACE.launch(kernel, args, kwargs)
     triton.runtime.Autotuner.run = lambda tuner, *args, grid, warmup, **kwargs: TRACE.launch(tuner.fn, args, kwargs)
+    torch.backends.cuda.preferred_blas_library = TRACE.preferred_blas_library
     importlib.import_module("kernels._common").INTERPRETED = True  # the kernels are defined; from here on: tensors on the CPU are welcome
 
 
@@ -293,22 +312,28 @@ def bounds(path=HERE / "gfx1151_bounds.csv"):
     return {row["pass"]: float(row["bound"]) for row in rows}
 
 
-def our_rates():
+def product_rates(products):
+    return {f"{layout} by {library}": rate for library, rates in products.items() for layout, rate in rates.items()}
+
+
+def our_rates(products=PRODUCTS):
     """Two sets of TFLOP/s: the backward at the share of its bound that the published forward reaches, and at that of the backward."""
-    bound = bounds()
-    forward = {**BEST_PRODUCTS, "attention forward": bound["forward"] * FORWARD_SHARE}
-    return [{**forward, "attention backward": bound["backward"] * share} for share in (FORWARD_SHARE, BACKWARD_SHARE)]
+    bound, rates = bounds(), product_rates(products)
+    rates["attention forward"] = bound["forward"] * FORWARD_SHARE
+    return [{**rates, "attention backward": bound["backward"] * share} for share in (FORWARD_SHARE, BACKWARD_SHARE)]
 
 
-RECIPE_RATES = {**PRODUCTS["hipBLASLt"], "attention forward": AOTRITON_FORWARD, "attention backward": AOTRITON_BACKWARD}
+def recipe_rates(products=PRODUCTS):
+    return [{**product_rates(products), "attention forward": AOTRITON_FORWARD, "attention backward": AOTRITON_BACKWARD}]
 
 
 def classify(event):
-    """(class, which rate counts): the rate is None where only bytes do."""
-    if event.part == "optimizer":
-        return ("optimizer: products", event.name) if event.kind == "product" else ("optimizer: elementwise", None)
+    """(part of the step, which rate counts): the rate is None where only bytes do."""
     if event.kind == "product":
-        return f"products: {event.name}", event.name
+        part = "optimizer: products" if event.part == "optimizer" else f"products: {event.name}"
+        return part, f"{event.name} by {event.library}"
+    if event.part == "optimizer":
+        return "optimizer: elementwise", None
     if event.kind == "attention":
         name = "attention forward" if "forward" in event.name else "attention backward"
         return name, name
@@ -334,8 +359,9 @@ def kernel_rows(step, counted, rates):
     for event, times in counted:
         part, rate = classify(event)
         flops = event.flops * (useful if part == "attention backward" else 1)
-        row = rows.setdefault((part, event.shape or event.name), dict.fromkeys(COLUMNS, 0))
-        row.update(step=step, part=part, kernel=event.shape or event.name)
+        kernel = f"{event.shape} by {event.library}" if event.library else event.name
+        row = rows.setdefault((part, kernel), dict.fromkeys(COLUMNS, 0))
+        row.update(step=step, part=part, kernel=kernel)
         row["launches"] += times
         row["tflop"] += times * flops / 1e12
         row["gigabytes"] += times * event.bytes / 1e9
@@ -349,22 +375,35 @@ PARTS = ("products: forward", "products: input gradient", "products: weight grad
 COLUMNS = ("step", "part", "kernel", "launches", "tflop", "gigabytes", "ms", "ms_low")
 
 
-def recipe_elementwise(path=HERE / "train_step_kernels.csv"):
-    """(gigabytes, launches or 0 if unknown, where from): what Inductor leaves of the published recipe, from its time on an H200."""
+def trace_of(variant, path=TRACE_FILE):
+    """{kernel: (launches, ms)} of one step of a variant at this batch on an H200, as train_step.py wrote it; empty if there is none."""
     if not Path(path).exists():
-        return H200_ELEMENTWISE_MS * H200_BANDWIDTH / 1e3, 0, f"{H200_ELEMENTWISE_MS:g} ms on an H200"
+        return {}
     with open(path) as file:
-        rows = [r for r in csv.DictReader(file) if is_recipe(r)]
-    rows = [r for r in rows if not any(word in r["kernel"].lower() for word in NOT_ELEMENTWISE)]
-    ms, launches = sum(float(r["ms"]) for r in rows), sum(float(r["launches"]) for r in rows)
-    return ms * H200_BANDWIDTH / 1e3, round(launches), f"{ms:.1f} ms on an H200, {Path(path).name}"
+        rows = [row for row in csv.DictReader(file) if row["variant"] == variant]
+    at_this_batch = (row for row in rows if (int(row["tokens"]), int(row["micro_batch"])) == (TOKENS, MICRO_BATCH))
+    return {row["kernel"]: (float(row["launches"]), float(row["ms"])) for row in at_this_batch}
 
 
-NOT_ELEMENTWISE = ("gemm", "nvjet", "cutlass", "cublas", "sdpa", "fmha", "flash", "attention", "splitk")  # in the names of kernels
+def recipe_elementwise(path=TRACE_FILE):
+    """(gigabytes, launches or 0 if unknown, where from): what Inductor leaves of the published recipe, from its time on an H200."""
+    trace = trace_of("recipe", path)
+    if not trace:
+        return H200_ELEMENTWISE_MS * H200_BANDWIDTH / 1e3, 0, f"{H200_ELEMENTWISE_MS:g} ms on an H200"
+    kernels = [taken for kernel, taken in trace.items() if not any(word in kernel.lower() for word in NOT_ELEMENTWISE)]
+    launches, ms = (sum(column) for column in zip(*kernels))
+    return ms * H200_BANDWIDTH / 1e3, round(launches), f"{ms:.1f} ms on an H200"
 
 
-def is_recipe(row):
-    return "recipe" in row["variant"] and int(row["tokens"]) == TOKENS and int(row["micro_batch"]) == MICRO_BATCH
+def share_of_copy(rows, path=TRACE_FILE):
+    """What share of a copy's bandwidth our fused kernels reached on an H200: the bytes counted here over its time; None without a trace.
+
+    Of those that ran there as often as they would here: with tensor memory access the MLP has a kernel of its own.
+    """
+    trace = trace_of("ours", path)
+    alike = [(row["gigabytes"], trace[row["kernel"]][1]) for row in rows
+             if row["part"] == "fused kernels" and trace.get(row["kernel"], (0, 0))[0] == row["launches"]]  # fmt: skip
+    return sum(size for size, _ in alike) / sum(ms for _, ms in alike) * 1e3 / H200_BANDWIDTH if alike else None
 
 
 # --- the report -----------------------------------------------------------------------------------------------------
@@ -385,22 +424,28 @@ def seconds(rows, column="ms"):
 
 
 def model():
-    """{step: rows}, where the recipe's elementwise traffic is from, and FLOPs a step by train.py's own windowed count."""
+    """({step: rows}, {step: seconds with the products' rates at 8192³}, FLOPs a step by train.py's own windowed count)."""
     as_gfx1151()
     import train
 
-    gigabytes, launches, source = recipe_elementwise()
     plain = [(event, times) for event, times in count_step(False) if event.kind in ("product", "attention")]
-    recipe = kernel_rows("published recipe", plain, [RECIPE_RATES])
-    inductor = dict(step="published recipe", part="elementwise by Inductor", kernel=source, launches=launches, tflop=0, gigabytes=gigabytes)
-    recipe.append({**inductor, "ms": gigabytes / BANDWIDTH * 1e3, "ms_low": gigabytes / BANDWIDTH * 1e3})
-    steps = {"published recipe": recipe, "ours": kernel_rows("ours", count_step(True), our_rates())}
+    fused = count_step(True)
+    gigabytes, launches, source = recipe_elementwise()
+    ms = gigabytes / BANDWIDTH * 1e3
+    inductor = dict(zip(COLUMNS, ("published recipe", "elementwise by Inductor", source, launches, 0, gigabytes, ms, ms)))
+
+    def steps(products):
+        return {
+            "published recipe": [*kernel_rows("published recipe", plain, recipe_rates(products)), inductor],
+            "ours": kernel_rows("ours", fused, our_rates(products)),
+        }
+
     with torch.device("meta"):
         flops = train.GPT(train.model_config(train.prepare.DATASET.vocab_size)).estimate_flops() * TOKENS
-    return steps, source, flops
+    return steps(PRODUCTS), {step: seconds(rows) for step, rows in steps(LARGER_PRODUCTS).items()}, flops
 
 
-def report(steps, source, flops):
+def report(steps, larger, flops):
     forward, low = our_rates()
     print(f"One optimizer step of {TOKENS:,} tokens, micro-batch {MICRO_BATCH}, on gfx1151: modelled, not measured.\n")
     print("| step | part | launches | TFLOP | GB | ms | ms, backward's share |\n|---|---|---|---|---|---|---|")
@@ -422,10 +467,18 @@ def report(steps, source, flops):
         print(f"| {name} | {taken:.2f} | {TOKENS / taken:,.0f} | {flops / taken / PEAK:.1%} |")
     backward = by_part(steps["published recipe"])["attention backward"]
     rest = seconds(steps["published recipe"]) - backward["ms"] / 1e3
-    print(f"\nProducts, TFLOP/s: {BEST_PRODUCTS}, the recipe's {PRODUCTS['hipBLASLt']}. Memory {BANDWIDTH} GB/s.")
+    source = steps["published recipe"][-1]["kernel"]
+    print(f"\nProducts, TFLOP/s: {PRODUCTS}. Memory {BANDWIDTH} GB/s.")
     print(f"Attention: forward {forward['attention forward']:.1f}, the recipe's {AOTRITON_FORWARD} and, assumed, half of that in its")
     print(f"backward; at aiter's 8.5 its step takes {rest + backward['tflop'] / 8.5:.2f} s, and its measured step implies")
     print(f"{backward['tflop'] / (MEASURED_SECONDS - rest):.1f}. Its elementwise traffic: {source}, at {H200_BANDWIDTH:g} GB/s.")
+    share = share_of_copy(steps["ours"])
+    if share:
+        bytes_ms = sum(row["ms"] for row in steps["ours"] if row["tflop"] == 0)
+        more = bytes_ms * (1 / share - 1) / 1e3
+        print(f"Our memory-bound kernels reached {share:.0%} of a copy's bandwidth on an H200. With that share here, too, ours would take")
+        print(f"{seconds(steps['ours']) + more:.2f} s, {seconds(steps['ours'], 'ms_low') + more:.2f} at the backward's share.")
+    print(f"With the products' rates at 8192³ the recipe would take {larger['published recipe']:.2f} s and ours {larger['ours']:.2f}.")
 
 
 def plot(steps, path):
@@ -466,8 +519,8 @@ def main():
     parser.add_argument("--csv", help="write a row for each kernel")
     parser.add_argument("--plot", help="write a picture")
     args = parser.parse_args()
-    steps, source, flops = model()
-    report(steps, source, flops)
+    steps, larger, flops = model()
+    report(steps, larger, flops)
     if args.csv:
         with open(args.csv, "w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
