@@ -195,7 +195,8 @@ class GPT(nn.Module):
         device = self.lm_head.weight.device
         self.attend, self.attention = backends.choose_attention(ATTENTION, {w for w, _ in self.window_sizes}, shape, device, FUSED)
         if FUSED:
-            shapes = [p.shape for p in self.transformer.h.parameters()]
+            layers = [(b.attn.packed_weight(), b.attn.c_proj.weight, b.mlp.c_fc.weight, b.mlp.c_proj.weight) for b in self.transformer.h]
+            shapes = {tuple(w.shape) for w in (*sum(layers, ()), self.lm_head.weight)}
             words = backends.choose_weight_gradients(shapes, batch_size * config.sequence_len, device)
             if words:
                 print(f"Weight gradients: {words}")

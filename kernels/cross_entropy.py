@@ -22,6 +22,7 @@ import triton.language as tl
 
 from ._common import BACKEND, as_rows, forbid_double_backward, require_device, require_float
 from ._ops import add_op_namespace_prefix
+from .linear import WEIGHT_GRADIENT, blas
 
 LOG2E = tl.constexpr(math.log2(math.e))
 SOFTCAPS = 1.0, 1e4  # supported; beyond, squares of it and differences from it leave float32's precision
@@ -370,16 +371,17 @@ def _chunks(x, weight):
 
 
 def _accumulate(total, dlogits, x, first):
-    """total (vocab, n_embd) float32, = or += dlogitsᵀ @ x."""
+    """total (vocab, n_embd) float32, = or += dlogitsᵀ @ x, by the library that WEIGHT_GRADIENT names for this shape."""
     a, beta = dlogits.t(), 0.0 if first else 1.0
-    if total.dtype == x.dtype:
-        torch.addmm(total, a, x, beta=beta, out=total)
-    elif x.is_cuda and not torch.version.hip:
-        torch.addmm(total, a, x, out_dtype=total.dtype, beta=beta, out=total)
-    elif first:  # a float32 result of a low-precision product is CUDA's alone; here each chunk's product rounds, their sum does not
-        total.copy_(torch.mm(a, x))
-    else:
-        total.add_(torch.mm(a, x))
+    with blas(WEIGHT_GRADIENT.get(tuple(total.shape), (None, None))[1]):
+        if total.dtype == x.dtype:
+            torch.addmm(total, a, x, beta=beta, out=total)
+        elif x.is_cuda and not torch.version.hip:
+            torch.addmm(total, a, x, out_dtype=total.dtype, beta=beta, out=total)
+        elif first:  # a float32 result of a low-precision product is CUDA's alone; here each chunk's product rounds, their sum does not
+            total.copy_(torch.mm(a, x))
+        else:
+            total.add_(torch.mm(a, x))
 
 
 @torch.library.custom_op(add_op_namespace_prefix("linear_softcap_cross_entropy"), mutates_args=())

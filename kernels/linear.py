@@ -32,7 +32,8 @@ def _mm_float32(a, b):
 
 
 @contextlib.contextmanager
-def _blas(library):
+def blas(library):
+    """Products within are made by this library; None: by the one that makes them anyway."""
     if library is None:
         yield
         return
@@ -47,7 +48,7 @@ def _blas(library):
 def weight_gradient(dy, x, dtype):
     """dyᵀ · x for dy (rows, out) and x (rows, in), as (out, in) of `dtype`."""
     form, library = WEIGHT_GRADIENT.get((dy.shape[1], x.shape[1]), ("direct", None))
-    with _blas(library):
+    with blas(library):
         return FORMS[form](dy, x, torch.mm if dtype == x.dtype else _mm_float32).to(dtype).contiguous()
 
 
