@@ -294,6 +294,11 @@ def processes():
                 }
 
 
+def boot_id():
+    """Names the time since the machine was started: pids of another time mean other processes."""
+    return (read_bytes("/proc/sys/kernel/random/boot_id") or b"").decode().strip()
+
+
 def working_folder(pid):
     with contextlib.suppress(OSError):
         return os.readlink(f"/proc/{pid}/cwd")
@@ -539,6 +544,8 @@ def keep(turn):
             new = commit_tree(tree_with(resolve(f"{commit}:train.py"), tip), turn["description"], tip, commit)
         if git("update-ref", "-m", f"keep: {turn['description']}", f"refs/heads/{name}", new, tip, check=False) is not None:
             break
+    else:
+        raise Refusal(f"git can't move the branch {name} to {new[:10]}, the keep of run {turn['number']}: see what git status says")
     if current_tag() == turn["tag"]:
         set_index(resolve(f"{parent}:train.py"), resolve(f"{commit}:train.py"))
     return None
@@ -591,12 +598,14 @@ def recover():
     if os.path.exists(run_file(number, "verdict.json")):
         repair_ledger(None)
         return turn if turn["remaining"] and is_supervised(number) else None
+    alive = is_supervised(number)  # asked first: a supervisor that ends leaves an outcome
     if not os.path.exists(run_file(number, "outcome.json")):
-        if is_supervised(number):
+        if alive:
             return turn
         git("update-ref", reference_of(turn), turn["commit"])
         started = read_json(run_file(number, "process.json"))
-        left = end_processes(turn["token"], started, LIMITS["grace"])
+        leader = started if started and started["boot"] == boot_id() else None
+        left = end_processes(turn["token"], leader, LIMITS["grace"])
         if left:
             outcome = end_state("environment", unkillable(left))
         else:
@@ -1107,7 +1116,7 @@ def follow(command, cwd, env, token, log, reader, gpu, started):
     child = subprocess.Popen(command, cwd=cwd, env=env | {"AUTORESEARCH_RUN": token}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                              stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(gpu,), preexec_fn=die_with_parent)  # fmt: skip
     leader = next((p for p in processes() if p["pid"] == child.pid), None)
-    leader = {"pid": child.pid, "start": leader["start"]} if leader else None
+    leader = {"pid": child.pid, "start": leader["start"], "boot": boot_id()} if leader else None
     with open(started, "w") as f:
         json.dump(leader, f)
     pipe = child.stdout.fileno()
