@@ -104,6 +104,30 @@ def test_vocabulary_wider_than_a_block(vocab, reduction, device, poison_empty, m
     compare(linear_softcap_cross_entropy, linear_softcap_cross_entropy_ref, [x, weight], targets, reduction=reduction)
 
 
+@pytest.mark.parametrize(
+    "rows, vocab, chunks, size",
+    [
+        (0, 512, 0, 0),
+        (300, 512, 1, 300),  # one chunk has no more rows than there are
+        (2048, 32768, 2, 1024),  # CHUNK_BYTES
+        (2500, 262144, 3, 896),  # CHUNK_ROWS, split evenly into multiples of 128
+        (163840, 8192, 16, 10240),  # a sixteenth of all
+    ],
+)
+def test_chunks(rows, vocab, chunks, size):
+    """How many rows of logits are held at a time, in bfloat16; on the meta device, where they take no room."""
+    x, weight = torch.empty(rows, 16, dtype=torch.bfloat16, device="meta"), torch.empty(vocab, 16, dtype=torch.bfloat16, device="meta")
+    parts = list(module._chunks(x, weight))
+    assert [part.start for part, _ in parts] == list(range(0, rows, size or 1)) and len(parts) == chunks
+    assert sum(logits.shape[0] for _, logits in parts) == rows and all(logits.shape[0] <= size for _, logits in parts)
+
+
+def test_warps_of_a_row():
+    """16 values a lane on AMD and 32 on NVIDIA, whichever this torch is built for; 32 of the widest row on both."""
+    assert [module._row_block(vocab, "hip") for vocab in (250, 8192, 32768, 50304)] == [(256, 1), (8192, 16), (32768, 32), (4096, 16)]
+    assert [module._row_block(vocab, "cuda") for vocab in (250, 8192, 32768, 50304)] == [(256, 1), (8192, 8), (32768, 32), (4096, 16)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_confident_rows(dtype, device):
     """p near 1: the loss is far below the logits' own rounding, and p - 1 below bfloat16's."""
