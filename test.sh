@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets up what is missing, as run.sh does, with what the tests need, and runs them. Arguments go to pytest: `./test.sh -k loader`.
+# Sets up what is missing, as run.sh does, with what the tests need, and runs them, two at a time with one thread each. Arguments go to
+# pytest: `./test.sh -k loader`, `./test.sh -n 0` for one at a time.
 set -euo pipefail
 
 # shellcheck source=run.sh
@@ -9,4 +10,5 @@ source "$ROOT/env.sh" || exit
 install test
 avoid_spaces
 cd "$ROOT"
-exec "$PYTHON" -m pytest "$@"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+exec "$PYTHON" -m pytest -n 2 --dist worksteal "$@"

@@ -133,7 +133,7 @@ def test_evaluation_that_crashes_costs_no_training(demo, tmp_path):
 def test_summary_counts_the_timed_steps(finished):
     """tokens/s and MFU over the steps after the 11th, the tokens of all."""
     _, done = finished
-    values = {k: float(v) for k, v in summary(done.stdout).items() if re.fullmatch(r"\s*[\d.]+", v)}
+    values = {k: float(v) for k, v in summary(done.stdout).items() if re.fullmatch(r"\s*\d+(\.\d+)?", v)}
     flops_per_token = float(re.search(r"([\d.e+]+) FLOPs per token", done.stdout)[1])
     rate = (values["num_steps"] - 11) * 4096 / values["training_seconds"]
     assert values["tok_per_sec"] == pytest.approx(rate, rel=0.02)
