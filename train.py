@@ -47,8 +47,9 @@ class GPTConfig:
     window_pattern: str = "SSSL"  # a letter for each layer, repeated: L sees the whole context, S half of it
 
 
-# Each step of the layer that has a fused kernel is a function of its own here, with the same mathematics in plain PyTorch beside it. Edit
-# either, or call something else in the layer below: nothing depends on the fused one.
+# Each step of the layer that has a fused kernel is a function of its own here, with the same mathematics in plain PyTorch beside it. On a
+# GPU only the kernel runs: to change such a step, remove its `if FUSED` and edit what is left, or call something else in the layer below.
+# Then set COMPILE = True, and torch.compile fuses it.
 
 
 def norm(x):
