@@ -24,7 +24,7 @@ import backends
 import machine
 import prepare
 from machine import fail
-from prepare import EVAL_TOKENS, MAX_SEQ_LEN, TIME_BUDGET, Tokenizer, evaluate_bpb, make_dataloader
+from prepare import EVAL_TOKENS, MAX_SEQ_LEN, TIME_BUDGET, WARMUP_STEPS, Tokenizer, evaluate_bpb, make_dataloader
 
 try:
     import kernels  # this project's, see kernels/README.md
@@ -478,7 +478,6 @@ def muon_weight_decay(progress):
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CHECKPOINT = os.path.join(HERE, "unevaluated.pt")  # the trained model, until it is evaluated
-WARMUP_STEPS = 11  # that are not timed: they compile
 
 
 def model_config(vocab_size):
