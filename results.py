@@ -84,8 +84,11 @@ def read(path=None):
         folder = folder.parent
     outcomes, unreadable = read_outcomes(folder / "runs")
     without_row = join(rows, outcomes)
-    for i, row in enumerate(rows, 1):
-        row |= {"number": i} | facts(row["run"])
+    numbers = [(row["run"] or {}).get("number") for row in rows]
+    if not all(isinstance(n, int) for n in numbers) or any(b <= a for a, b in zip(numbers, numbers[1:])):
+        numbers = range(1, len(rows) + 1)  # of `experiment.py show` where all have one
+    for n, row in zip(numbers, rows):
+        row |= {"number": n} | facts(row["run"])
         if (row["run"] or {}).get("kind") == "baseline":
             row["kind"] = "baseline"
         if row["state"] == "pruned" or row["description"].startswith("pruned:"):  # stopped early on purpose: no number is right
@@ -591,7 +594,7 @@ def overview(night):
         cards += [("gain", f"{s['gain']:.6f}", below)]
     if s["rows"]:
         kinds = [f"{s[status]} {status}" for status in STATUSES] + [f"{s['other_status']} of another status"] * bool(s["other_status"])
-        cards += [("experiments", f"{s['rows']:,}", ", ".join(kinds) + f"; {s['repeats']} to know the noise" * bool(s["repeats"]))]
+        cards += [("experiments", f"{s['rows']:,}", ", ".join(kinds) + f"; {s['repeats']} of them only to know the noise" * bool(s["repeats"]))]
     if s["tries"]:
         cards += [("tries kept", f"{100 * s['keep_rate']:.0f} %", f"of {s['tries']:,}; {100 * s['crash_rate']:.0f} % crashed")]
     if s["hours"]:
