@@ -594,7 +594,9 @@ def overview(night):
         cards += [("gain", f"{s['gain']:.6f}", below)]
     if s["rows"]:
         kinds = [f"{s[status]} {status}" for status in STATUSES] + [f"{s['other_status']} of another status"] * bool(s["other_status"])
-        cards += [("experiments", f"{s['rows']:,}", ", ".join(kinds) + f"; {s['repeats']} of them only to know the noise" * bool(s["repeats"]))]
+        cards += [
+            ("experiments", f"{s['rows']:,}", ", ".join(kinds) + f"; {s['repeats']} of them only to know the noise" * bool(s["repeats"]))
+        ]
     if s["tries"]:
         cards += [("tries kept", f"{100 * s['keep_rate']:.0f} %", f"of {s['tries']:,}; {100 * s['crash_rate']:.0f} % crashed")]
     if s["hours"]:

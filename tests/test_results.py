@@ -195,8 +195,8 @@ def test_statistics(tmp_path):
     assert s["noise_floor"] == pytest.approx(0.001) and s["noise_runs"] == 3  # the deviation of 1.200, 1.202, 1.201
     assert s["gain_in_noise_floors"] == pytest.approx(10) and s["luck"] == pytest.approx(0.001 * 1.02938, rel=1e-4)
     assert [(row["number"], row["gain"], row["floors"]) for row in s["keeps"]] == [
-        (1, None, None),
-        (4, pytest.approx(0.01), pytest.approx(10)),
+        (2, None, None),  # the numbers of their runs
+        (6, pytest.approx(0.01), pytest.approx(10)),
     ]
     time = s["hours"]
     parts = {"startup": 8 * 20, "training": 4 * 600 + 30 + 80 + 280 + 180, "evaluation": 4 * 60, "other": 4 * 20}
