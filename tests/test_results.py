@@ -203,7 +203,7 @@ def test_statistics(tmp_path):
     parts |= {"lost": 50 + 100 + 300 + 200, "wall": 7200, "between": 7200 - 4 * 700 - 650}
     assert {name: time[name] * 3600 for name in parts} == pytest.approx(parts) and time["runs"] == 8
     assert s["experiments_per_hour"] == pytest.approx(4) and "8 runs in 2.0 h, 4.0 an hour" in results.hours_text(night)
-    assert [(row["number"], row["memory_gb"]) for row in s["pareto"]] == [(1, 6.0), (4, 8.0)]
+    assert [(row["number"], row["memory_gb"]) for row in s["pareto"]] == [(2, 6.0), (6, 8.0)]
     assert [(row["idea"], row["tries"], row["keep"], row["crash"]) for row in s["ideas"]] == [
         ("batch", 1, 1, 0),
         ("learning rate", 1, 0, 0),
