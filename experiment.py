@@ -780,14 +780,18 @@ def changed_names(old, new):
 FIXED = ("prepare", "machine")
 
 
-def meddling(tree):
-    """[(what, line)]: where train.py changes what is fixed, the modules beside it and the seed."""
-    modules, names, found = {}, {}, []
+def fixed_names(tree):
+    """Name → module.name of what a program imports from the fixed modules."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module in FIXED]
+    return {a.asname or a.name: f"{node.module}.{a.name}" for node in imports for a in node.names}
+
+
+def meddling(tree, base=None):
+    """[(what, line)]: where train.py changes what is fixed: the modules beside it, what it or `base` imports from them, the seed."""
+    modules, names, found = {}, (fixed_names(base) if base else {}) | fixed_names(tree), []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             modules |= {a.asname or a.name: a.name for a in node.names if a.name in FIXED}
-        elif isinstance(node, ast.ImportFrom) and node.module in FIXED:
-            names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
         if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
@@ -817,7 +821,7 @@ def meddling(tree):
 def check_program(tree, base, tip):
     """Refuse a train.py that changes what is fixed, or needs a file that is not on the branch."""
     allowed = collections.Counter(what for what, _ in meddling(base))
-    for what, line in meddling(tree):
+    for what, line in meddling(tree, base):
         allowed[what] -= 1
         if allowed[what] < 0:
             raise Refusal(f"train.py, line {line}, {what}: data, metric, time budget and seed are fixed")
@@ -997,6 +1001,7 @@ class Reader:
         self.deadline, self.reference = deadline, reference  # reference: the best's losses, for pruning
         self.first_step = self.evaluation = self.ending = None  # when these began
         self.losses, self.summaries, self.evaluated, self.fault = [], [], [], None
+        self.untimed = -1  # the last step that was not timed
         self.open, self.rest, self.worse = None, b"", 0
 
     def feed(self, chunk):
@@ -1022,6 +1027,8 @@ class Reader:
             self.open = {}
         elif match := STEP.match(text):
             self.first_step = self.first_step or now
+            if "warming up" in text:
+                self.untimed = int(match[1])
             progress, loss = float(match[2]) / 100, as_number(match[3])
             if isinstance(loss, str):
                 self.fail(f"the loss is {loss} at step {int(match[1])}")
@@ -1209,6 +1216,8 @@ def judge(turn, reader, code, why, expected, tampered):
             "environment",
             f"fingerprint {summary.get('fingerprint')}, the baseline's was {expected['fingerprint']}: the data has changed",
         )
+    if expected["untimed"] is not None and reader.untimed >= expected["untimed"]:
+        return "crash", f"invalid: step {reader.untimed} was not timed, and only the first {expected['untimed']} are free"
     if tampered:
         return "crash", f"invalid: the run changed {tampered}"
     return "valid", None
@@ -1261,7 +1270,8 @@ def run(turn, gpu):
     facts = dataset_facts(environment)
     budget = as_number(str(environment.get("AUTORESEARCH_TIME_BUDGET") or facts.get("time_budget")))
     budget = 600 if isinstance(budget, str) else budget
-    expected = {"eval_tokens": facts.get("eval_tokens")}
+    warmup = re.search(rb"^WARMUP_STEPS = (\d+)", read_bytes(os.path.join(TREE, "prepare.py")) or b"", re.M)
+    expected = {"eval_tokens": facts.get("eval_tokens"), "untimed": int(warmup[1]) if warmup else None}
     series = Series(turn["tag"])
     if turn["bar"] is not None:
         expected["fingerprint"] = (series.outcome(series.baseline).get("summary") or {}).get("fingerprint")

@@ -5,6 +5,8 @@ import subprocess  # noqa: F401 - for what experiments write into behave()
 import sys
 import time
 
+from prepare import TIME_BUDGET  # noqa: F401
+
 VALUE = 2.0
 SECONDS = 0.0
 STEPS = 120

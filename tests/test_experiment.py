@@ -188,6 +188,8 @@ def test_what_try_refuses(series):
         "replaces prepare.evaluate_bpb": before.replace(
             "import os\n", "import os\nfrom prepare import evaluate_bpb\n\ndef evaluate_bpb():\n    pass\n"
         ),
+        "changes prepare.WARMUP_STEPS": before.replace("import os\n", "import os\nfrom prepare import WARMUP_STEPS\nWARMUP_STEPS = 50\n"),
+        "changes prepare.TIME_BUDGET ": before.replace("from prepare import TIME_BUDGET  # noqa: F401\n", "TIME_BUDGET = 900\n"),
         "sets a seed": before.replace("import os\n", "import os\nimport random as torch\ntorch.manual_seed(7)\n"),
         "uses AUTORESEARCH_TIME_BUDGET": before.replace("import os\n", "import os\nos.environ['AUTORESEARCH_TIME_BUDGET'] = '9'\n"),
         "imports helper.py": before.replace("import os\n", "import os\nimport helper\n"),
@@ -359,6 +361,7 @@ INVALID = {
     "too large": ("", {"VALUE": 17.0}, "val_bpb is 17.0"),
     "fewer tokens": ("", {"TOKENS": 6553}, "eval_tokens is 6553 and must be 65536"),
     "another seed": ("os.environ['AUTORESEARCH' + '_SEED'] = '41'", {}, "seed is 41 and must be 42"),
+    "untimed steps": ("print('step 00024 (20.0%) | loss: 6.8 | warming up, not timed')", {}, "step 24 was not timed"),
     "changes a fixed file": ("open('prepare.py', 'a').write('#')", {}, "the run changed prepare.py"),
 }  # fmt: skip
 
@@ -602,4 +605,8 @@ def test_real_train_py_is_allowed():
     """The real train.py as it is meddles with nothing, so that every edit of it is looked at."""
     tree = experiment.parse((PROJECT / "train.py").read_bytes())
     assert {what for what, _ in experiment.meddling(tree)} == {"uses AUTORESEARCH_RUN"}
+    for name in ("TIME_BUDGET", "WARMUP_STEPS", "EVAL_TOKENS"):
+        text = (PROJECT / "train.py").read_text()
+        with pytest.raises(experiment.Refusal, match=f"changes prepare.{name}"):
+            experiment.check_program(experiment.parse(f"{text}\n{name} = 10**6\n".encode()), tree, "HEAD")
     assert {"DEPTH", "EMBEDDING_LR", "MLP.forward", "train"} <= set(experiment.parts(tree))
