@@ -145,6 +145,10 @@ def test_noise_is_measured_and_shown(series):
     assert "the best's 2 runs: mean 1.996500\n" in series.call("status")
     status = json.loads(series.call("status", "--json"))
     assert status["best_runs"] == {"mean": 1.9965, "runs": 2} and status["noise"]["uneven"] is None
+    series.edit(VALUE=3.0)
+    series.git("checkout", "HEAD", "train.py")  # as program.md says
+    series.call("begin", "again", AUTORESEARCH_SEED="50")
+    assert series.best_value() == 1.996 and [row[1] for row in series.rows] == ["2.004000"], "the best measured again, with another seed"
 
 
 def test_margin_needs_a_measured_noise(series):
