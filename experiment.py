@@ -801,7 +801,9 @@ def parse(source):
         with warnings.catch_warnings(action="ignore") if sys.version_info >= (3, 11) else contextlib.nullcontext():
             compile(source, "train.py", "exec", dont_inherit=True)
             return ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError) as e:
+    except (RecursionError, MemoryError):
+        raise Refusal("train.py does not compile: something in it is nested too deeply") from None
+    except (SyntaxError, ValueError) as e:
         line = f", line {e.lineno}" if getattr(e, "lineno", None) else ""
         raise Refusal(f"train.py does not compile{line}: {getattr(e, 'msg', e)}") from None
 

@@ -202,6 +202,7 @@ def test_what_try_refuses(series):
         "edit it first": before,
         "edit it first ": before.replace("VALUE = 2.0", "VALUE = 2.0  # a comment"),
         "does not compile, line": before + "def broken(:\n",
+        "does not compile: something in it is nested too deeply": before + "x = " + "-" * 20_000 + "1\n",
         "changes prepare.TIME_BUDGET": before.replace("import os\n", "import os\nimport prepare\nprepare.TIME_BUDGET = 100\n"),
         "changes prepare.evaluate_bpb": before.replace("import os\n", "import os\nimport prepare as p\np.evaluate_bpb = lambda: 0\n"),
         "changes prepare.__dict__['TIME_BUDGET']": before.replace(
