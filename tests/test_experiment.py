@@ -713,3 +713,16 @@ def test_without_standard_output(series):
     command = 'exec "$0" "$1" try x <&- >&- 2>&-'
     done = subprocess.run(["sh", "-c", command, sys.executable, series.folder / "experiment.py"], env=series.environment, timeout=60)
     assert done.returncode == 0 and len(series.rows) == 2
+
+
+@pytest.mark.parametrize("setting", ["true", "input"])
+def test_gits_line_ends_are_left_alone(fresh, setting):
+    fresh.git("config", "core.autocrlf", setting)
+    fresh.call("begin", "nov29")
+    fresh.edit(VALUE=1.9)
+    fresh.train.write_bytes(fresh.train.read_bytes().replace(b"\n", b"\r\n"))
+    fresh.call("try", "an editor's line ends")
+    best = fresh.train.read_bytes()
+    fresh.train.write_bytes(best.replace(b"VALUE = 1.9", b"VALUE = 2.5"))
+    assert "discard run 3" in fresh.call("try", "worse")
+    assert fresh.train.read_bytes() == best and fresh.is_clean()
