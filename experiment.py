@@ -34,6 +34,7 @@ import math
 import os
 import re
 import select
+import shlex
 import shutil
 import signal
 import statistics
@@ -137,6 +138,12 @@ DURABLE = (
 
 def git(*arguments, data=None, env=None, check=True, cwd=ROOT):
     """What git prints, without the last line break; with check=False None where it fails. Hooks don't run."""
+    printed = git_bytes(*arguments, data=data, env=env, check=check, cwd=cwd)
+    return None if printed is None else printed.decode("utf-8", "surrogateescape").rstrip("\n")
+
+
+def git_bytes(*arguments, data=None, env=None, check=True, cwd=ROOT):
+    """The same, to the byte."""
     durable = DURABLE if arguments[0] in ("hash-object", "write-tree", "commit-tree", "update-ref") else ()
     command = ["git", "-c", "core.hooksPath=/dev/null", *durable, *arguments]
     environment = (
@@ -153,17 +160,34 @@ def git(*arguments, data=None, env=None, check=True, cwd=ROOT):
             break
         remove_if_stale(os.fsdecode(locked[1]))
     if done.returncode == 0:
-        return done.stdout.decode("utf-8", "surrogateescape").rstrip("\n")
+        return done.stdout
     if not check:
         return None
     lines = done.stderr.decode("utf-8", "replace").strip().splitlines() or [f"exit code {done.returncode}"]
-    disk = any("No space left" in line or "quota exceeded" in line for line in lines)
-    raise Refusal(f"git {arguments[0]}: {lines[0]}", ENVIRONMENT if disk else REFUSED)
+    disk = any(re.search("No space left|quota exceeded|Out of diskspace", line) for line in lines)
+    said = next((line for line in lines if not line.startswith(("warning:", "hint:"))), lines[0])
+    raise Refusal(f"git {arguments[0]}: {said}", ENVIRONMENT if disk else REFUSED)
+
+
+def check_repository():
+    """Refuse where this folder is not the top of a repository that git is willing to use."""
+    try:
+        inside = git("rev-parse", "--show-prefix")
+    except Refusal as e:
+        trust = f" (git config --global --add safe.directory {shlex.quote(ROOT)})" if "ownership" in str(e) else ""
+        raise Refusal(f"{e}{trust}", e.code) from None
+    if inside:
+        raise Refusal(f"{ROOT} is a folder of a larger git repository, and the loop needs one of its own (git init, git add, git commit)")
 
 
 def resolve(revision):
     """The full name of an object; None where there is no such."""
     return git("rev-parse", "--quiet", "--verify", revision, check=False)
+
+
+def changed_files(old, new):
+    """Paths that differ between two commits, both names of what was renamed."""
+    return [name for name in git("diff", "--name-only", "-z", "--no-renames", old, new).split("\0") if name]
 
 
 def branch_of(tag):
@@ -279,7 +303,7 @@ def gpu_name():
 
 
 def processes():
-    """Every process that can be seen: pid, name, state, session, start."""
+    """Every process that can be seen: pid, name, state, parent, session, start."""
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{entry}/stat", "rb") as f:
@@ -289,6 +313,7 @@ def processes():
                     "pid": int(entry),
                     "name": left.partition("(")[2],
                     "state": fields[0],
+                    "parent": int(fields[1]),
                     "session": int(fields[3]),
                     "start": fields[19],
                 }
@@ -306,14 +331,21 @@ def working_folder(pid):
 
 
 def processes_of(token, leader):
-    """Pids of what a run has started: by the token in their environment, and by the session of its first process, `leader`."""
+    """Pids of what a run has started: by the token in their environment, by the session of its first process, `leader`, and by descent.
+
+    Descent from this process: orphans of its run become the supervisor's, and no other caller has children then.
+    """
     mark, mine = f"AUTORESEARCH_RUN={token}".encode(), {os.getpid()}
     every = [p for p in processes() if p["pid"] not in mine]
     reused = leader and any(p["pid"] == leader["pid"] and p["start"] != leader["start"] for p in every)
+    family, more = mine, mine
+    while more:
+        more = {p["pid"] for p in every if p["parent"] in more}
+        family = family | more
     for process in every:
         if process["state"] in "ZX":
             continue
-        ours = bool(leader) and not reused and process["session"] == leader["pid"]
+        ours = process["pid"] in family or bool(leader) and not reused and process["session"] == leader["pid"]
         if not ours and process["state"] != "D":  # the environment of a process that hangs in the driver may not be readable either
             ours = mark in (read_bytes(f"/proc/{process['pid']}/environ") or b"").split(b"\0")
         if ours:
@@ -352,7 +384,7 @@ def run_file(number, name):
 
 
 def last_number():
-    return max((int(n) for n in os.listdir(RUNS) if n.isdigit()), default=0) if os.path.isdir(RUNS) else 0
+    return max((int(n) for n in os.listdir(RUNS) if n.isdecimal()), default=0) if os.path.isdir(RUNS) else 0
 
 
 def read_turn(number):
@@ -361,12 +393,13 @@ def read_turn(number):
 
 def tried():
     """A line for each run: number, tag, kind, commit (short), seed, digest of the program, what it changed."""
-    with contextlib.suppress(FileNotFoundError), open(os.path.join(RUNS, "tried.jsonl"), encoding="utf-8") as f:
+    with contextlib.suppress(FileNotFoundError), open(os.path.join(RUNS, "tried.jsonl"), "rb") as f:
         lines = []
         for line in f:
             with contextlib.suppress(ValueError):  # a line that was cut short
                 lines.append(json.loads(line))
-        return lines
+        keys = {"number", "tag", "kind", "commit", "seed", "digest", "changed"}
+        return [line for line in lines if isinstance(line, dict) and keys <= line.keys()]
     return []
 
 
@@ -375,7 +408,9 @@ def append_line(path, line):
     new = not os.path.exists(path)
     with open(path, "ab", buffering=0) as f:
         fcntl.flock(f, fcntl.LOCK_EX)
+        size = os.fstat(f.fileno()).st_size
         if f.write(line.encode()) != len(line.encode()):
+            os.ftruncate(f.fileno(), size)
             raise OSError(28, "No space left on device", path)
         os.fsync(f.fileno())
     if new:
@@ -558,7 +593,7 @@ def keep(turn):
             break  # done already
         new = commit
         if tip != parent:  # somebody has committed to the branch meanwhile
-            if not all(path.endswith(DOCUMENTS) for path in git("diff", "--name-only", parent, tip).split()):
+            if not all(path.endswith(DOCUMENTS) for path in changed_files(parent, tip)):
                 return f"the branch moved during the run; this keep is {turn['short']}: git restore train.py && git merge {turn['short']}"
             new = commit_tree(tree_with(resolve(f"{commit}:train.py"), tip), turn["description"], tip, commit)
         if git("update-ref", "-m", f"keep: {turn['description']}", f"refs/heads/{name}", new, tip, check=False) is not None:
@@ -574,11 +609,7 @@ def give_back(turn):
     """The best train.py into the working tree, if there is still what was tried. Returns whether it is there now."""
     if current_tag() != turn["tag"] or read_bytes(TRAIN) != read_bytes(run_file(turn["number"], "train.py")):
         return False
-    best = git("cat-file", "--filters", f"{turn['parent']}:train.py").encode("utf-8", "surrogateescape") + b"\n"
-    exact = git("cat-file", "-s", f"{turn['parent']}:train.py")
-    if exact == str(len(best) - 1):  # the file has no line break at its end
-        best = best[:-1]
-    write_file(TRAIN, best, os.stat(TRAIN).st_mode & 0o777)
+    write_file(TRAIN, git_file(turn["parent"]), os.stat(TRAIN).st_mode & 0o777)
     set_index(resolve(f"{turn['commit']}:train.py"), resolve(f"{turn['parent']}:train.py"))
     return True
 
@@ -614,11 +645,11 @@ def recover():
     turn = read_turn(number)
     if turn is None:
         raise Refusal(f"{run_file(number, 'turn.json')} is missing or damaged: move runs/{number} away")
-    if os.path.exists(run_file(number, "verdict.json")):
+    if read_json(run_file(number, "verdict.json")):  # one that is damaged is made again
         repair_ledger(None)
         return turn if turn["remaining"] and is_supervised(number) else None
     alive = is_supervised(number)  # asked first: a supervisor that ends leaves an outcome
-    if not os.path.exists(run_file(number, "outcome.json")):
+    if not read_json(run_file(number, "outcome.json")):
         if alive:
             return turn
         git("update-ref", reference_of(turn), turn["commit"])
@@ -1061,7 +1092,7 @@ class Log:
 
 
 WORDS = ("run", "fingerprint", "dataset", "device", "attention", "torch", "triton", "python")  # of the summary; they may look like numbers
-STEP = re.compile(r"step (\d+) \(([\d.]+)%\) \| loss: (\S+)")
+STEP = re.compile(r"step (\d{1,18}) \((\d{1,18}(?:\.\d{1,18})?)%\) \| loss: (\S+)")
 
 
 class Reader:
@@ -1108,7 +1139,7 @@ class Reader:
                 self.prune()
         elif text.startswith("Evaluating "):
             self.evaluation = self.evaluation or now
-        elif match := re.match(r"Evaluated ([\d,]+) tokens: val_bpb (\S+)$", text):
+        elif match := re.match(r"Evaluated (\d[\d,]{0,25}) tokens: val_bpb (\S+)$", text):
             self.evaluated.append((int(match[1].replace(",", "")), as_number(match[2])))
         elif text.startswith("FAIL: "):
             self.fail(text[6:])
@@ -1167,7 +1198,7 @@ def at_progress(losses, progress):
 
 def as_number(text):
     """The finite number that a text is, or the text."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OverflowError):
         value = int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
         return value if math.isfinite(value) else text
     return text
@@ -1262,7 +1293,7 @@ def judge(turn, reader, code, why, expected, tampered):
             return "crash", "killed by the kernel: out of host memory?"
         if last_words(turn["number"]).startswith("autoresearch: "):  # run.sh and env.sh, before train.py
             return "environment", last_words(turn["number"])
-        how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+        how = f"exit code {code}" if code > 0 else f"signal {signal_name(-code)}"
         return "crash", reader.fault or f"{last_words(turn['number']) or 'no output'} ({how})"
     if reader.fault or not reader.summaries:
         return "crash", reader.fault or "it ended without a summary"
@@ -1292,6 +1323,13 @@ def judge(turn, reader, code, why, expected, tampered):
     if tampered:
         return "crash", f"invalid: the run changed {tampered}"
     return "valid", None
+
+
+def signal_name(number):
+    """SIGSEGV for 11; the number of one without a name."""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return str(number)
 
 
 def last_words(number):
@@ -1360,7 +1398,7 @@ def run(turn, gpu):
     facts = dict(
         seconds=reader.seconds(),
         exit_code=code if code is not None and code >= 0 else None,
-        signal=signal.Signals(-code).name if code is not None and code < 0 else None,
+        signal=signal_name(-code) if code is not None and code < 0 else None,
         summary=summary,
         losses=thin([list(point) for point in reader.losses]),
         device=(summary or {}).get("device"),
@@ -1434,14 +1472,16 @@ def ready_series():
     best = read_turn(number)["commit"] if number else resolve(series.best["commit"])
     head = resolve("HEAD")
     if best is None or git("merge-base", "--is-ancestor", best, head, check=False) is None:
+        if best and number:
+            raise Refusal(f"{branch_of(tag)} was moved by hand and has lost its best: git merge {series.best['commit']} brings it back")
         raise Refusal(f"results.tsv is another series' (its best, {series.best['commit']}, is not on {branch_of(tag)}): move it into runs/")
     if head != best:
-        changed = git("diff", "--name-only", best, head).split("\n")
+        changed = changed_files(best, head)
         if "train.py" in changed:
             raise Refusal(
                 f"train.py was committed by hand, and `try` does that: git reset --soft {best[:10]} takes the commit back, not the edit"
             )
-        if others := [name for name in changed if name and not name.endswith(DOCUMENTS)]:
+        if others := [name for name in changed if not name.endswith(DOCUMENTS)]:
             raise Refusal(f"{', '.join(others[:3])} changed on the branch since the best: numbers would not compare, begin a new series")
     check_files()
     return series, head
@@ -1469,11 +1509,14 @@ def command_begin(arguments):
             raise Refusal(f"run {running['number']} is still running: wait for it")
         if not os.path.exists(TRAIN):
             raise Refusal("there is no train.py here")
-        if resolve("HEAD") is None:
+        head = resolve("HEAD")
+        if head is None:
             raise Refusal("the branch has no commit yet: commit the project first")
         check_files(exceptions=())
+        source = git_file(head)
+        digest = digest_of(parse(source))
         check_disk()
-        exists = resolve(f"refs/heads/{branch_of(tag)}")
+        exists, aside = resolve(f"refs/heads/{branch_of(tag)}"), None
         if exists and current_tag() != tag:
             raise Refusal(f"{branch_of(tag)} exists: git switch {branch_of(tag)} goes on with it; a new series needs another tag")
         owners = {line["commit"]: line["tag"] for line in tried()}
@@ -1484,38 +1527,43 @@ def command_begin(arguments):
         elif exists and not tags and any((read_json(run_file(t["number"], "verdict.json")) or {}).get("status") for t in Series(tag).tried):
             raise Refusal(f"{branch_of(tag)} has begun and results.tsv is missing: bring it back, or begin another tag")
         else:
-            set_ledger_aside(next(filter(None, reversed(tags)), "earlier"))
+            aside = set_ledger_aside(next(filter(None, reversed(tags)), "earlier"))
+        if not exists:
+            try:
+                git("switch", "--quiet", "--create", branch_of(tag))
+            except Refusal:  # then nothing has happened
+                if aside:
+                    os.rename(aside, LEDGER)
+                raise
+        if aside:
+            print(f"results.tsv of an earlier series is now {os.path.relpath(aside, ROOT)}")
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(RUNS, "stop"))
-        if not exists:
-            git("switch", "--quiet", "--create", branch_of(tag))
         settings = {name: os.environ[name] for name in SETTINGS if os.environ.get(name)}
         write_json(os.path.join(RUNS, f"{tag}.json"), {"tag": tag, "seed": int(seed), "environment": settings, "begun": now_text()})
-        head = resolve("HEAD")
-        source = git_file(head)
         # A commit of its own, so that a commit names one run of one series.
         commit = commit_tree(resolve(f"{head}^{{tree}}"), f"baseline\n\nRun {last_number() + 1} of {branch_of(tag)}.\n", head)
         number = start_turn(Series(tag), "baseline", "baseline", commit, head, source, int(seed),
-                            digest=digest_of(parse(source)), changed=[])  # fmt: skip
+                            digest=digest, changed=[])  # fmt: skip
     print(f"run {number}: the baseline of {branch_of(tag)}" + ("" if exists else f" (from {head[:7]})"))
     return wait_for(arguments.wait)
 
 
 def git_file(commit):
     """train.py of a commit, as it is checked out."""
-    return subprocess.run(["git", "cat-file", "--filters", f"{commit}:train.py"], cwd=ROOT, capture_output=True, check=True).stdout
+    return git_bytes("cat-file", "--filters", f"{commit}:train.py")
 
 
 def set_ledger_aside(tag):
-    """results.tsv of an earlier series becomes runs/TAG.tsv."""
+    """results.tsv of an earlier series becomes runs/TAG.tsv. Returns its new path; None where there was none."""
     if not os.path.exists(LEDGER):
-        return
+        return None
     names = (f"{tag}{suffix}.tsv" for suffix in ["", *(f"-{i}" for i in range(2, 10_000))])
-    name = next(name for name in names if not os.path.exists(os.path.join(RUNS, name)))
-    os.rename(LEDGER, os.path.join(RUNS, name))
+    path = next(path for path in (os.path.join(RUNS, name) for name in names) if not os.path.exists(path))
+    os.rename(LEDGER, path)
     sync_folder(RUNS)
     sync_folder(ROOT)
-    print(f"results.tsv of an earlier series is now runs/{name}")
+    return path
 
 
 def command_try(arguments):
@@ -1597,8 +1645,10 @@ def wait_for(seconds, number=None):
         if not is_supervised(number):
             with state_lock():
                 recover()
+            if read_turn(number) is None:
+                raise Refusal(f"runs/{number} was removed: nothing is known of that run")
             continue
-        if time.monotonic() >= until:
+        if not time.monotonic() < until:
             print(f"run {number} is still running ({progress_of(number)}): python3 experiment.py wait")
             return RUNNING
         time.sleep(min(pause, max(0.0, until - time.monotonic())))
@@ -1788,8 +1838,15 @@ def main():
     stop.add_argument("--undo", action="store_true", help="allow runs again")
     if sys.argv[1:2] == ["_supervise"]:
         return supervise(*map(int, sys.argv[2:]))
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:  # 0 to 2 may have been closed: no other file must get their numbers
+        pass
+    os.close(descriptor)
+    sys.stdout, sys.stderr = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):  # descriptions and logs hold characters that not every locale has
+        stream.reconfigure(errors="backslashreplace")
     arguments = parser.parse_args()
     try:
+        check_repository()
         return arguments.function(arguments)
     except Refusal as e:
         print(f"experiment.py: {e}", file=sys.stderr)
@@ -1800,6 +1857,9 @@ def main():
     except OSError as e:
         print(f"experiment.py: {e}", file=sys.stderr)
         return ENVIRONMENT
+    except RecursionError:
+        print("experiment.py: train.py is nested too deeply to be looked at", file=sys.stderr)
+        return REFUSED
     except KeyboardInterrupt:
         print("\nexperiment.py: a run goes on without you; `wait` shows its verdict", file=sys.stderr)
         return 130

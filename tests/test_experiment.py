@@ -663,3 +663,126 @@ def test_real_train_py_is_allowed():
         with pytest.raises(experiment.Refusal, match=f"changes prepare.{name}"):
             experiment.check_program(experiment.parse(f"{text}\n{name} = 10**6\n".encode()), tree, "HEAD")
     assert {"DEPTH", "EMBEDDING_LR", "MLP.forward", "train"} <= set(experiment.parts(tree))
+
+
+# ---- what a tester found ------------------------------------------------------------------------------------------------------
+
+
+def test_given_back_to_the_byte(series):
+    best = series.edit(VALUE=1.9) + "\n\n\n"
+    series.train.write_text(best)
+    series.call("try", "line breaks at the end")
+    series.edit(VALUE=2.5)
+    series.call("try", "worse")
+    assert series.train.read_text() == best and series.is_clean()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "words"),
+    [
+        ("os.kill(os.getpid(), 40)", "signal 40"),  # which has no name
+        ("print('---'); print('val_bpb: 1.0'); print('num_steps:', '9' * 400)", "invalid: 2 summaries"),
+        ("print('step 00001 (1.2.3%) | loss: 1.0'); print('Evaluated , tokens: val_bpb 1.0'); sys.exit(7)", "exit code 7"),
+    ],
+)
+def test_odd_output_is_the_runs_fault_and_not_the_machines(shared, behaviour, words):
+    shared.edit(VALUE=1.0, behaviour=behaviour)
+    assert words in shared.call("try", f"odd: {words}", code=1)
+
+
+def test_an_orphan_without_our_environment_is_ended(series, tmp_path):
+    command = ["sh", "-c", f"echo $$ > {tmp_path}/pid; exec /bin/sleep 60"]
+    orphan = f"subprocess.Popen({command}, env={{}}, start_new_session=True)"
+    series.edit(VALUE=1.9, behaviour=f"{orphan}; time.sleep(0.5)")
+    series.call("try", "leaves an orphan")
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+def test_runs_removed_during_the_run(series):
+    series.edit(SECONDS=1.0, VALUE=1.9)
+    caller = series.start("try", "x")
+    wait_until(lambda: (series.folder / "runs/2/run.log").exists())
+    (series.folder / "runs").rename(series.folder / "away")
+    assert "runs/2 was removed" in caller.communicate(timeout=20)[0] and caller.returncode == 2
+
+
+def test_damaged_state_is_made_again(series):
+    series.edit(VALUE=1.9)
+    said = series.call("try", "x")
+    (series.folder / "runs/2/verdict.json").write_text("")
+    (series.folder / "runs/tried.jsonl").open("ab").write(b'\xff\xfe\n5\n{}\n{"num')
+    assert series.call("wait") == said and len(series.rows) == 2 and series.best_value() == 1.9
+    series.call("status")
+
+
+def test_a_begin_that_git_refuses_changes_nothing(series):
+    before = series.rows
+    assert "git switch" in series.call("begin", "a" * 300, code=2) and series.rows == before
+    series.git("rm", "--quiet", "--cached", "train.py")
+    series.git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "none")
+    assert "train.py" in series.call("begin", "other", code=2) and series.rows == before
+    assert series.git("branch", "--show-current") == "autoresearch/nov29"
+
+
+def test_a_document_with_an_odd_name_may_be_committed(series):
+    (series.folder / "idées du soir.md").write_text("x")
+    series.commit("a document")
+    series.edit(VALUE=1.9)
+    assert "keep run 2" in series.call("try", "x", GIT_DIR="/nowhere")
+
+
+def test_what_is_no_repository_of_its_own(fresh):
+    (fresh.folder / ".git").rename(fresh.folder.parent / ".git")
+    assert "larger git repository" in fresh.call("begin", "nov29", code=2)
+    (fresh.folder.parent / ".git").rename(fresh.folder.parent / "git")
+    assert "not a git repository" in fresh.call("begin", "nov29", code=2)
+
+
+def test_any_locale_and_any_nesting(series):
+    series.edit(VALUE=1.9)
+    assert "\\xe9\\u2026" in series.call("try", "é…", PYTHONIOENCODING="ascii")
+    series.train.write_text(series.train.read_text() + "if 0:\n    pass\n" + "elif 0:\n    pass\n" * 2500)
+    assert series.call("try", "deep", code=2).count("\n") == 1
+
+
+def test_gits_error_and_not_its_warning_is_told(fresh):
+    """Git's words are simulated: a stub for git fails as one does whose disk is full."""
+    (fresh.folder / "bin").mkdir()
+    stub = fresh.folder / "bin/git"
+    words = "warning: core.fsyncObjectFiles is deprecated\\nfatal: write error. Out of diskspace\\n"
+    stub.write_text(f"#!/bin/sh\nprintf '{words}' >&2\nexit 128\n")
+    stub.chmod(0o755)
+    said = fresh.call("begin", "nov29", code=3, PATH=f"{stub.parent}:{os.environ['PATH']}")
+    assert said == "experiment.py: git rev-parse: fatal: write error. Out of diskspace\n"
+
+
+def test_a_branch_that_was_moved_back_says_what_mends_it(series):
+    series.edit(VALUE=1.9)
+    series.call("try", "x")
+    series.git("reset", "--quiet", "--hard", "HEAD~1")
+    series.edit(VALUE=1.8)
+    said = series.call("try", "y", code=2)
+    series.git("restore", "train.py")
+    subprocess.run(re.search(r"git merge \w+", said)[0].split(), cwd=series.folder, check=True, capture_output=True)
+    series.edit(VALUE=1.8)
+    assert "keep run 3" in series.call("try", "y")
+
+
+def test_without_standard_output(series):
+    series.edit(VALUE=1.9)
+    command = 'exec "$0" "$1" try x <&- >&- 2>&-'
+    done = subprocess.run(["sh", "-c", command, sys.executable, series.folder / "experiment.py"], env=series.environment, timeout=60)
+    assert done.returncode == 0 and len(series.rows) == 2
+
+
+@pytest.mark.parametrize("setting", ["true", "input"])
+def test_gits_line_ends_are_left_alone(fresh, setting):
+    fresh.git("config", "core.autocrlf", setting)
+    fresh.call("begin", "nov29")
+    fresh.edit(VALUE=1.9)
+    fresh.train.write_bytes(fresh.train.read_bytes().replace(b"\n", b"\r\n"))
+    fresh.call("try", "an editor's line ends")
+    best = fresh.train.read_bytes()
+    fresh.train.write_bytes(best.replace(b"VALUE = 1.9", b"VALUE = 2.5"))
+    assert "discard run 3" in fresh.call("try", "worse")
+    assert fresh.train.read_bytes() == best and fresh.is_clean()
