@@ -1001,6 +1001,7 @@ def main():
     parser.add_argument("--list", action="store_true", help="every check, as in README.md")
     parser.add_argument("--canary", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that can't show a character
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended too
     if args.canary:
         return canary()
@@ -1040,3 +1041,6 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # `| head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

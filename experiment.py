@@ -34,6 +34,7 @@ import math
 import os
 import re
 import select
+import shlex
 import shutil
 import signal
 import statistics
@@ -137,6 +138,12 @@ DURABLE = (
 
 def git(*arguments, data=None, env=None, check=True, cwd=ROOT):
     """What git prints, without the last line break; with check=False None where it fails. Hooks don't run."""
+    printed = git_bytes(*arguments, data=data, env=env, check=check, cwd=cwd)
+    return None if printed is None else printed.decode("utf-8", "surrogateescape").rstrip("\n")
+
+
+def git_bytes(*arguments, data=None, env=None, check=True, cwd=ROOT):
+    """The same, to the byte."""
     durable = DURABLE if arguments[0] in ("hash-object", "write-tree", "commit-tree", "update-ref") else ()
     command = ["git", "-c", "core.hooksPath=/dev/null", *durable, *arguments]
     environment = (
@@ -153,17 +160,34 @@ def git(*arguments, data=None, env=None, check=True, cwd=ROOT):
             break
         remove_if_stale(os.fsdecode(locked[1]))
     if done.returncode == 0:
-        return done.stdout.decode("utf-8", "surrogateescape").rstrip("\n")
+        return done.stdout
     if not check:
         return None
     lines = done.stderr.decode("utf-8", "replace").strip().splitlines() or [f"exit code {done.returncode}"]
-    disk = any("No space left" in line or "quota exceeded" in line for line in lines)
-    raise Refusal(f"git {arguments[0]}: {lines[0]}", ENVIRONMENT if disk else REFUSED)
+    disk = any(re.search("No space left|quota exceeded|Out of diskspace", line) for line in lines)
+    said = next((line for line in lines if not line.startswith(("warning:", "hint:"))), lines[0])
+    raise Refusal(f"git {arguments[0]}: {said}", ENVIRONMENT if disk else REFUSED)
+
+
+def check_repository():
+    """Refuse where this folder is not the top of a repository that git is willing to use."""
+    try:
+        inside = git("rev-parse", "--show-prefix")
+    except Refusal as e:
+        trust = f" (git config --global --add safe.directory {shlex.quote(ROOT)})" if "ownership" in str(e) else ""
+        raise Refusal(f"{e}{trust}", e.code) from None
+    if inside:
+        raise Refusal(f"{ROOT} is a folder of a larger git repository, and the loop needs one of its own (git init, git add, git commit)")
 
 
 def resolve(revision):
     """The full name of an object; None where there is no such."""
     return git("rev-parse", "--quiet", "--verify", revision, check=False)
+
+
+def changed_files(old, new):
+    """Paths that differ between two commits, both names of what was renamed."""
+    return [name for name in git("diff", "--name-only", "-z", "--no-renames", old, new).split("\0") if name]
 
 
 def branch_of(tag):
@@ -279,7 +303,7 @@ def gpu_name():
 
 
 def processes():
-    """Every process that can be seen: pid, name, state, session, start."""
+    """Every process that can be seen: pid, name, state, parent, session, start."""
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{entry}/stat", "rb") as f:
@@ -289,6 +313,7 @@ def processes():
                     "pid": int(entry),
                     "name": left.partition("(")[2],
                     "state": fields[0],
+                    "parent": int(fields[1]),
                     "session": int(fields[3]),
                     "start": fields[19],
                 }
@@ -306,14 +331,21 @@ def working_folder(pid):
 
 
 def processes_of(token, leader):
-    """Pids of what a run has started: by the token in their environment, and by the session of its first process, `leader`."""
+    """Pids of what a run has started: by the token in their environment, by the session of its first process, `leader`, and by descent.
+
+    Descent from this process: orphans of its run become the supervisor's, and no other caller has children then.
+    """
     mark, mine = f"AUTORESEARCH_RUN={token}".encode(), {os.getpid()}
     every = [p for p in processes() if p["pid"] not in mine]
     reused = leader and any(p["pid"] == leader["pid"] and p["start"] != leader["start"] for p in every)
+    family, more = mine, mine
+    while more:
+        more = {p["pid"] for p in every if p["parent"] in more}
+        family = family | more
     for process in every:
         if process["state"] in "ZX":
             continue
-        ours = bool(leader) and not reused and process["session"] == leader["pid"]
+        ours = process["pid"] in family or bool(leader) and not reused and process["session"] == leader["pid"]
         if not ours and process["state"] != "D":  # the environment of a process that hangs in the driver may not be readable either
             ours = mark in (read_bytes(f"/proc/{process['pid']}/environ") or b"").split(b"\0")
         if ours:
@@ -352,7 +384,7 @@ def run_file(number, name):
 
 
 def last_number():
-    return max((int(n) for n in os.listdir(RUNS) if n.isdigit()), default=0) if os.path.isdir(RUNS) else 0
+    return max((int(n) for n in os.listdir(RUNS) if n.isdecimal()), default=0) if os.path.isdir(RUNS) else 0
 
 
 def read_turn(number):
@@ -361,12 +393,13 @@ def read_turn(number):
 
 def tried():
     """A line for each run: number, tag, kind, commit (short), seed, digest of the program, what it changed."""
-    with contextlib.suppress(FileNotFoundError), open(os.path.join(RUNS, "tried.jsonl"), encoding="utf-8") as f:
+    with contextlib.suppress(FileNotFoundError), open(os.path.join(RUNS, "tried.jsonl"), "rb") as f:
         lines = []
         for line in f:
             with contextlib.suppress(ValueError):  # a line that was cut short
                 lines.append(json.loads(line))
-        return lines
+        keys = {"number", "tag", "kind", "commit", "seed", "digest", "changed"}
+        return [line for line in lines if isinstance(line, dict) and keys <= line.keys()]
     return []
 
 
@@ -375,7 +408,9 @@ def append_line(path, line):
     new = not os.path.exists(path)
     with open(path, "ab", buffering=0) as f:
         fcntl.flock(f, fcntl.LOCK_EX)
+        size = os.fstat(f.fileno()).st_size
         if f.write(line.encode()) != len(line.encode()):
+            os.ftruncate(f.fileno(), size)
             raise OSError(28, "No space left on device", path)
         os.fsync(f.fileno())
     if new:
@@ -439,14 +474,21 @@ def repair_ledger(unfinished):
         os.fsync(f.fileno())
 
 
+def seeds_of(rows, commit):
+    """The rows of a commit that have a number: its own and its repeats with other seeds; [] where it has no repeat."""
+    same = [row for row in rows if row["commit"] == commit and score(row)]
+    return same if len(same) >= 2 else []
+
+
+def repeated(rows):
+    """The rows of the commit that was repeated last, its own too; [] before any repeat."""
+    return next(filter(None, (seeds_of(rows, row["commit"]) for row in reversed(rows) if is_noise(row))), [])
+
+
 def noise_floor(rows):
     """(mean, sample standard deviation, count) of val_bpb over the seeds of the commit that was repeated last; None before any repeat."""
-    repeated = [row["commit"] for row in rows if is_noise(row) and score(row)]
-    for commit in reversed(repeated):
-        values = [score(row) for row in rows if row["commit"] == commit and score(row)]
-        if len(values) >= 2:
-            return statistics.mean(values), statistics.stdev(values), len(values)
-    return None
+    values = list(map(score, repeated(rows)))
+    return (statistics.mean(values), statistics.stdev(values), len(values)) if values else None
 
 
 class Series:
@@ -468,6 +510,18 @@ class Series:
         """The run of a row; None if runs/ doesn't know it."""
         seed = re.match(r"noise: seed (\d+) of ", row["description"])
         return self.numbers.get((row["commit"], int(seed[1]) if seed else None))
+
+    def best_mean(self):
+        """(mean val_bpb, count) of the best's runs with all seeds; None where it has not been repeated."""
+        values = [score(row) for row in seeds_of(self.rows, self.best["commit"])] if self.best else []
+        return (round(statistics.mean(values), 6), len(values)) if values else None
+
+    def uneven_noise(self):
+        """By what share the fastest of the runs that make the noise floor was faster than the slowest: more than 0.1 is load, not seeds."""
+        summaries = [self.outcome(row).get("summary") or {} for row in repeated(self.rows)]
+        columns = ([s[key] for s in summaries if isinstance(s.get(key), (int, float))] for key in ("num_steps", "tok_per_sec"))
+        share = max((max(column) / min(column) - 1 for column in columns if column and min(column) > 0), default=0.0)
+        return share if share > 0.1 else None
 
     def outcome(self, row):
         number = self.number(row) if row else None
@@ -539,7 +593,7 @@ def keep(turn):
             break  # done already
         new = commit
         if tip != parent:  # somebody has committed to the branch meanwhile
-            if not all(path.endswith(DOCUMENTS) for path in git("diff", "--name-only", parent, tip).split()):
+            if not all(path.endswith(DOCUMENTS) for path in changed_files(parent, tip)):
                 return f"the branch moved during the run; this keep is {turn['short']}: git restore train.py && git merge {turn['short']}"
             new = commit_tree(tree_with(resolve(f"{commit}:train.py"), tip), turn["description"], tip, commit)
         if git("update-ref", "-m", f"keep: {turn['description']}", f"refs/heads/{name}", new, tip, check=False) is not None:
@@ -555,11 +609,7 @@ def give_back(turn):
     """The best train.py into the working tree, if there is still what was tried. Returns whether it is there now."""
     if current_tag() != turn["tag"] or read_bytes(TRAIN) != read_bytes(run_file(turn["number"], "train.py")):
         return False
-    best = git("cat-file", "--filters", f"{turn['parent']}:train.py").encode("utf-8", "surrogateescape") + b"\n"
-    exact = git("cat-file", "-s", f"{turn['parent']}:train.py")
-    if exact == str(len(best) - 1):  # the file has no line break at its end
-        best = best[:-1]
-    write_file(TRAIN, best, os.stat(TRAIN).st_mode & 0o777)
+    write_file(TRAIN, git_file(turn["parent"]), os.stat(TRAIN).st_mode & 0o777)
     set_index(resolve(f"{turn['commit']}:train.py"), resolve(f"{turn['parent']}:train.py"))
     return True
 
@@ -595,11 +645,11 @@ def recover():
     turn = read_turn(number)
     if turn is None:
         raise Refusal(f"{run_file(number, 'turn.json')} is missing or damaged: move runs/{number} away")
-    if os.path.exists(run_file(number, "verdict.json")):
+    if read_json(run_file(number, "verdict.json")):  # one that is damaged is made again
         repair_ledger(None)
         return turn if turn["remaining"] and is_supervised(number) else None
     alive = is_supervised(number)  # asked first: a supervisor that ends leaves an outcome
-    if not os.path.exists(run_file(number, "outcome.json")):
+    if not read_json(run_file(number, "outcome.json")):
         if alive:
             return turn
         git("update-ref", reference_of(turn), turn["commit"])
@@ -636,13 +686,45 @@ def write_outcome(turn, outcome):
 # ---------------------------------------------------------------------------
 
 
-def in_floors(difference, noise):
-    """A difference of val_bpb in noise floors, and in words."""
-    if not noise or not noise[1]:
-        return ""
-    floors = abs(difference) / noise[1]
-    words = "real" if floors >= 3 else "probably real" if floors >= 1 else "may be luck"
-    return f" = {-difference / noise[1]:+.1f} floors: {words}"
+def compared(difference):
+    """A difference of val_bpb in words."""
+    return f"{'better' if difference < 0 else 'worse'} by {abs(difference):.6f} than" if difference else "the same as"
+
+
+def weight_of(difference, floor, outcome, base):
+    """What a difference to the best is worth: in noise floors, and in words."""
+    floors = abs(difference) / floor if floor else None
+    words = not_comparable(difference, outcome, base)
+    if floors is None:
+        return f": {words}" if words else " (noise not measured: `noise`)"
+    return f" = {floors:.1f} floors: {words or ('real' if floors >= 3 else 'probably real' if floors >= 1 else 'may be luck')}"
+
+
+def speed(summary, before):
+    """Tokens/s of a run over another's, where both do equal work: parameters, depth, tokens a step; None where they don't."""
+
+    def work(s):
+        tokens = s["total_tokens"] / s["num_steps"] if "total_tokens" in s else round(s["total_tokens_M"] / s["num_steps"], 3)
+        return s.get("num_params_M"), s.get("depth"), tokens
+
+    with contextlib.suppress(KeyError, TypeError, ZeroDivisionError):
+        return summary["tok_per_sec"] / before["tok_per_sec"] if work(summary) == work(before) else None
+    return None
+
+
+def load(outcome):
+    """The share of the CPU that other programs took from a run without a GPU; 0 where the run was too short to tell."""
+    total = (outcome.get("seconds") or {}).get("total") or 0
+    return (outcome.get("other_cpu") or 0.0) if not has_gpu() and total > 5 else 0.0
+
+
+def not_comparable(difference, outcome, base):
+    """Why a difference to the best says nothing: a slow run that is worse, or a fast one that is better. None where it may be the idea."""
+    ratio, busier = speed(outcome["summary"] or {}, base.get("summary") or {}) or 1.0, load(outcome) - load(base)
+    for slow, fast, words in ((ratio < 0.9, ratio > 1.1, "speed"), (busier > 0.1, busier < -0.1, "the machine's load")):
+        if base and (slow and difference > 0 or fast and difference < 0):
+            return f"{words} differs: not comparable"
+    return None
 
 
 def number_text(value, pattern="{:g}"):
@@ -672,19 +754,21 @@ def verdict_lines(turn, outcome, status, notes):
         return [line[:240] for line in [*lines, *notes, f"log: {folder}/run.log"]], CRASHED if status == "crash" else 0
     series = Series(turn["tag"])
     value = summary["val_bpb"]
+    base = (read_json(run_file(turn["base"], "outcome.json")) if turn["base"] else None) or {}
+    before = base.get("summary") or {}
     lines = [f"{'noise' if turn['kind'] == 'noise' else status} run {number} {turn['short']}: {turn['description']}"]
     if turn["kind"] == "noise" and series.noise:
         mean, floor, count = series.noise
         lines.append(f"val_bpb {value:.6f}; {count} seeds: mean {mean:.6f}, deviation = noise floor {floor:.6f}")
+        if uneven := series.uneven_noise():
+            lines.append(f"warning: {UNEVEN.format(100 * uneven)}")
     elif turn["bar"] is None:
         lines.append(f"val_bpb {value:.6f}, the baseline")
     else:
-        difference = value - turn["bar"]
-        noise = (None, turn["floor"]) if turn["floor"] else None
-        unknown = "" if noise else " (noise not measured: `noise`)"
-        lines.append(f"val_bpb {value:.6f}, {difference:+.6f} to the best {turn['bar']:.6f}{in_floors(difference, noise)}{unknown}")
-    base = (read_json(run_file(turn["base"], "outcome.json")) if turn["base"] else None) or {}
-    before = base.get("summary") or {}
+        best = before.get("val_bpb", turn["bar"])
+        weight = weight_of(value - best, turn["floor"], outcome, base)
+        lines.append(f"val_bpb {value:.6f}, {compared(round(value - best, 6))} the best {best:.6f}{weight}")
+        lines += filter(None, ["; ".join(conditions(turn, best))])
     steps = number_text(summary.get("num_steps")) + (f" (best {number_text(before.get('num_steps'))})" if before else "")
     took = outcome["seconds"]
     mfu = f"MFU {summary['mfu_percent']} %, " if isinstance(summary.get("mfu_percent"), float) else ""
@@ -692,25 +776,40 @@ def verdict_lines(turn, outcome, status, notes):
         f"memory {memory_gb(summary):.1f} GB, {steps} steps, {mfu}"
         f"{took['total']:.0f} s ({took['startup']:.0f} start, {took['training']:.0f} training, {took['evaluation']:.0f} evaluation)"
     )
-    slow = slower(outcome, base, same=turn["kind"] == "noise")
-    lines += [f"warning: {slow}"] if slow else []
+    told = speed_warning(outcome, base, same=turn["kind"] == "noise")
+    lines += [f"warning: {told}"] if told else []
     return [*lines, *notes, f"log: {folder}/run.log"], 0
 
 
-def slower(outcome, base, same):
-    """A warning where a run of equal work was slower than the best's, or where other programs took much of the CPU; None otherwise."""
-    summary, before, others = outcome["summary"] or {}, base.get("summary") or {}, outcome.get("other_cpu")
+UNEVEN = "the speed of these runs differs by {:.0f} %, so their floor is the machine's load, not seeds: measure it again when it is quiet"
+
+
+def conditions(turn, best):
+    """What else decided a verdict, in words: the bar where it is not the best's number, the options that were given; the best's mean."""
+    bar, mean = turn["bar"], turn.get("mean")
+    if mean:
+        yield f"the best's {mean[1]} runs: mean {mean[0]:.6f}"
+    if bar < best:
+        yield f"to beat was {bar:.6f}, the lowest so far"
+    if turn["margin"]:
+        yield f"--margin {turn['margin']:g} asked for less than {bar - turn['margin'] * turn['floor']:.6f}"
+    if turn["prune"]:
+        yield "--prune did not stop it"
+
+
+def speed_warning(outcome, base, same):
+    """A warning where a run was slower or faster than the best's at equal work, or other programs took much of the CPU; None otherwise."""
+    others = outcome.get("other_cpu")
     busy = f"other programs used {100 * others:.0f} % of the CPU" if others and others > 0.1 else None
-
-    def work(s):
-        return s.get("num_params_M"), s.get("depth"), round(s["total_tokens_M"] / s["num_steps"], 3)
-
-    with contextlib.suppress(KeyError, TypeError, ZeroDivisionError):
-        ratio = summary["tok_per_sec"] / before["tok_per_sec"]
-        if ratio < 0.95 and work(summary) == work(before):
+    ratio = speed(outcome["summary"] or {}, base.get("summary") or {})
+    if ratio and not 0.95 <= ratio <= 1.05:
+        if ratio < 1:
             cause = "the machine was slow" if same or busy else "the idea costs that, or the machine was slow"
-            return f"{100 - 100 * ratio:.0f} % fewer tokens/s than the best at equal size: {cause}{f' ({busy})' if busy else ''}"
-    return f"{busy}: the number may be too high" if busy and not has_gpu() and outcome["seconds"]["total"] > 5 else None
+        else:
+            cause = "the machine was slow when the best ran" if same else "the idea saves that, or the machine was slow when the best ran"
+        size = f"{100 * abs(ratio - 1):.0f} % {'fewer' if ratio < 1 else 'more'} tokens/s than the best at equal size"
+        return f"{size}: {cause}{f' ({busy})' if busy else ''}"
+    return f"{busy}: the number may be too high" if busy and load(outcome) else None
 
 
 def log_tail(number, count):
@@ -733,7 +832,9 @@ def parse(source):
         with warnings.catch_warnings(action="ignore") if sys.version_info >= (3, 11) else contextlib.nullcontext():
             compile(source, "train.py", "exec", dont_inherit=True)
             return ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError) as e:
+    except (RecursionError, MemoryError):
+        raise Refusal("train.py does not compile: something in it is nested too deeply") from None
+    except (SyntaxError, ValueError) as e:
         line = f", line {e.lineno}" if getattr(e, "lineno", None) else ""
         raise Refusal(f"train.py does not compile{line}: {getattr(e, 'msg', e)}") from None
 
@@ -780,14 +881,18 @@ def changed_names(old, new):
 FIXED = ("prepare", "machine")
 
 
-def meddling(tree):
-    """[(what, line)]: where train.py changes what is fixed, the modules beside it and the seed."""
-    modules, names, found = {}, {}, []
+def fixed_names(tree):
+    """Name → module.name of what a program imports from the fixed modules."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module in FIXED]
+    return {a.asname or a.name: f"{node.module}.{a.name}" for node in imports for a in node.names}
+
+
+def meddling(tree, base=None):
+    """[(what, line)]: where train.py changes what is fixed: the modules beside it, what it or `base` imports from them, the seed."""
+    modules, names, found = {}, (fixed_names(base) if base else {}) | fixed_names(tree), []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             modules |= {a.asname or a.name: a.name for a in node.names if a.name in FIXED}
-        elif isinstance(node, ast.ImportFrom) and node.module in FIXED:
-            names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
         if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
@@ -817,7 +922,7 @@ def meddling(tree):
 def check_program(tree, base, tip):
     """Refuse a train.py that changes what is fixed, or needs a file that is not on the branch."""
     allowed = collections.Counter(what for what, _ in meddling(base))
-    for what, line in meddling(tree):
+    for what, line in meddling(tree, base):
         allowed[what] -= 1
         if allowed[what] < 0:
             raise Refusal(f"train.py, line {line}, {what}: data, metric, time budget and seed are fixed")
@@ -896,6 +1001,7 @@ def start_turn(series, kind, description, commit, parent, source, seed, **more):
     turn = dict(number=number, tag=series.tag, kind=kind, description=description, commit=commit, parent=parent, seed=seed,
                 short=git("rev-parse", "--short=7", commit), token=os.urandom(8).hex(), started=now_text(), bar=series.bar,
                 floor=series.noise[1] if series.noise else None, base=series.number(series.best) if series.best else None,
+                mean=series.best_mean(),
                 ledger=os.path.getsize(LEDGER) if os.path.exists(LEDGER) else 0,
                 margin=0.0, simpler=False, prune=False, remaining=0) | more  # fmt: skip
     about = {key: turn.get(key) for key in ("number", "tag", "kind", "seed", "digest", "changed")} | {"commit": turn["short"]}
@@ -986,7 +1092,7 @@ class Log:
 
 
 WORDS = ("run", "fingerprint", "dataset", "device", "attention", "torch", "triton", "python")  # of the summary; they may look like numbers
-STEP = re.compile(r"step (\d+) \(([\d.]+)%\) \| loss: (\S+)")
+STEP = re.compile(r"step (\d{1,18}) \((\d{1,18}(?:\.\d{1,18})?)%\) \| loss: (\S+)")
 
 
 class Reader:
@@ -997,6 +1103,7 @@ class Reader:
         self.deadline, self.reference = deadline, reference  # reference: the best's losses, for pruning
         self.first_step = self.evaluation = self.ending = None  # when these began
         self.losses, self.summaries, self.evaluated, self.fault = [], [], [], None
+        self.untimed = -1  # the last step that was not timed
         self.open, self.rest, self.worse = None, b"", 0
 
     def feed(self, chunk):
@@ -1022,6 +1129,8 @@ class Reader:
             self.open = {}
         elif match := STEP.match(text):
             self.first_step = self.first_step or now
+            if "warming up" in text:
+                self.untimed = int(match[1])
             progress, loss = float(match[2]) / 100, as_number(match[3])
             if isinstance(loss, str):
                 self.fail(f"the loss is {loss} at step {int(match[1])}")
@@ -1030,7 +1139,7 @@ class Reader:
                 self.prune()
         elif text.startswith("Evaluating "):
             self.evaluation = self.evaluation or now
-        elif match := re.match(r"Evaluated ([\d,]+) tokens: val_bpb (\S+)$", text):
+        elif match := re.match(r"Evaluated (\d[\d,]{0,25}) tokens: val_bpb (\S+)$", text):
             self.evaluated.append((int(match[1].replace(",", "")), as_number(match[2])))
         elif text.startswith("FAIL: "):
             self.fail(text[6:])
@@ -1056,7 +1165,7 @@ class Reader:
             progress, loss = self.losses[-1]
             return (
                 "pruned",
-                f"stopped at {100 * progress:.0f} %: loss {loss:.4f}, the best's was {at_progress(self.reference, progress):.4f}",
+                f"stopped at {100 * progress:.0f} % (--prune): loss {loss:.4f}, the best's was {at_progress(self.reference, progress):.4f}",
             )
         if self.evaluation:
             if now - self.evaluation > LIMITS["evaluation"]:
@@ -1089,7 +1198,7 @@ def at_progress(losses, progress):
 
 def as_number(text):
     """The finite number that a text is, or the text."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OverflowError):
         value = int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
         return value if math.isfinite(value) else text
     return text
@@ -1184,7 +1293,7 @@ def judge(turn, reader, code, why, expected, tampered):
             return "crash", "killed by the kernel: out of host memory?"
         if last_words(turn["number"]).startswith("autoresearch: "):  # run.sh and env.sh, before train.py
             return "environment", last_words(turn["number"])
-        how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+        how = f"exit code {code}" if code > 0 else f"signal {signal_name(-code)}"
         return "crash", reader.fault or f"{last_words(turn['number']) or 'no output'} ({how})"
     if reader.fault or not reader.summaries:
         return "crash", reader.fault or "it ended without a summary"
@@ -1209,9 +1318,18 @@ def judge(turn, reader, code, why, expected, tampered):
             "environment",
             f"fingerprint {summary.get('fingerprint')}, the baseline's was {expected['fingerprint']}: the data has changed",
         )
+    if expected["untimed"] is not None and reader.untimed >= expected["untimed"]:
+        return "crash", f"invalid: step {reader.untimed} was not timed, and only the first {expected['untimed']} are free"
     if tampered:
         return "crash", f"invalid: the run changed {tampered}"
     return "valid", None
+
+
+def signal_name(number):
+    """SIGSEGV for 11; the number of one without a name."""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return str(number)
 
 
 def last_words(number):
@@ -1261,7 +1379,8 @@ def run(turn, gpu):
     facts = dataset_facts(environment)
     budget = as_number(str(environment.get("AUTORESEARCH_TIME_BUDGET") or facts.get("time_budget")))
     budget = 600 if isinstance(budget, str) else budget
-    expected = {"eval_tokens": facts.get("eval_tokens")}
+    warmup = re.search(rb"^WARMUP_STEPS = (\d+)", read_bytes(os.path.join(TREE, "prepare.py")) or b"", re.M)
+    expected = {"eval_tokens": facts.get("eval_tokens"), "untimed": int(warmup[1]) if warmup else None}
     series = Series(turn["tag"])
     if turn["bar"] is not None:
         expected["fingerprint"] = (series.outcome(series.baseline).get("summary") or {}).get("fingerprint")
@@ -1279,7 +1398,7 @@ def run(turn, gpu):
     facts = dict(
         seconds=reader.seconds(),
         exit_code=code if code is not None and code >= 0 else None,
-        signal=signal.Signals(-code).name if code is not None and code < 0 else None,
+        signal=signal_name(-code) if code is not None and code < 0 else None,
         summary=summary,
         losses=thin([list(point) for point in reader.losses]),
         device=(summary or {}).get("device"),
@@ -1329,6 +1448,9 @@ def interrupted_by(which):
 # ---------------------------------------------------------------------------
 
 
+NO_SERIES = "no series is checked out: begin one (python3 experiment.py begin TAG) or git switch autoresearch/TAG"
+
+
 def stop_requested():
     return os.path.exists(os.path.join(RUNS, "stop"))
 
@@ -1341,7 +1463,7 @@ def ready_series():
         raise Refusal(f"run {running['number']} is still running: wait for it")
     tag = current_tag()
     if tag is None:
-        raise Refusal("no series is checked out: begin one (python3 experiment.py begin TAG) or git switch autoresearch/TAG")
+        raise Refusal(NO_SERIES)
     series = Series(tag)
     adopt_settings(series)
     if series.best is None:
@@ -1350,14 +1472,16 @@ def ready_series():
     best = read_turn(number)["commit"] if number else resolve(series.best["commit"])
     head = resolve("HEAD")
     if best is None or git("merge-base", "--is-ancestor", best, head, check=False) is None:
+        if best and number:
+            raise Refusal(f"{branch_of(tag)} was moved by hand and has lost its best: git merge {series.best['commit']} brings it back")
         raise Refusal(f"results.tsv is another series' (its best, {series.best['commit']}, is not on {branch_of(tag)}): move it into runs/")
     if head != best:
-        changed = git("diff", "--name-only", best, head).split("\n")
+        changed = changed_files(best, head)
         if "train.py" in changed:
             raise Refusal(
                 f"train.py was committed by hand, and `try` does that: git reset --soft {best[:10]} takes the commit back, not the edit"
             )
-        if others := [name for name in changed if name and not name.endswith(DOCUMENTS)]:
+        if others := [name for name in changed if not name.endswith(DOCUMENTS)]:
             raise Refusal(f"{', '.join(others[:3])} changed on the branch since the best: numbers would not compare, begin a new series")
     check_files()
     return series, head
@@ -1385,11 +1509,14 @@ def command_begin(arguments):
             raise Refusal(f"run {running['number']} is still running: wait for it")
         if not os.path.exists(TRAIN):
             raise Refusal("there is no train.py here")
-        if resolve("HEAD") is None:
+        head = resolve("HEAD")
+        if head is None:
             raise Refusal("the branch has no commit yet: commit the project first")
         check_files(exceptions=())
+        source = git_file(head)
+        digest = digest_of(parse(source))
         check_disk()
-        exists = resolve(f"refs/heads/{branch_of(tag)}")
+        exists, aside = resolve(f"refs/heads/{branch_of(tag)}"), None
         if exists and current_tag() != tag:
             raise Refusal(f"{branch_of(tag)} exists: git switch {branch_of(tag)} goes on with it; a new series needs another tag")
         owners = {line["commit"]: line["tag"] for line in tried()}
@@ -1400,38 +1527,43 @@ def command_begin(arguments):
         elif exists and not tags and any((read_json(run_file(t["number"], "verdict.json")) or {}).get("status") for t in Series(tag).tried):
             raise Refusal(f"{branch_of(tag)} has begun and results.tsv is missing: bring it back, or begin another tag")
         else:
-            set_ledger_aside(next(filter(None, reversed(tags)), "earlier"))
+            aside = set_ledger_aside(next(filter(None, reversed(tags)), "earlier"))
+        if not exists:
+            try:
+                git("switch", "--quiet", "--create", branch_of(tag))
+            except Refusal:  # then nothing has happened
+                if aside:
+                    os.rename(aside, LEDGER)
+                raise
+        if aside:
+            print(f"results.tsv of an earlier series is now {os.path.relpath(aside, ROOT)}")
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(RUNS, "stop"))
-        if not exists:
-            git("switch", "--quiet", "--create", branch_of(tag))
         settings = {name: os.environ[name] for name in SETTINGS if os.environ.get(name)}
         write_json(os.path.join(RUNS, f"{tag}.json"), {"tag": tag, "seed": int(seed), "environment": settings, "begun": now_text()})
-        head = resolve("HEAD")
-        source = git_file(head)
         # A commit of its own, so that a commit names one run of one series.
         commit = commit_tree(resolve(f"{head}^{{tree}}"), f"baseline\n\nRun {last_number() + 1} of {branch_of(tag)}.\n", head)
         number = start_turn(Series(tag), "baseline", "baseline", commit, head, source, int(seed),
-                            digest=digest_of(parse(source)), changed=[])  # fmt: skip
+                            digest=digest, changed=[])  # fmt: skip
     print(f"run {number}: the baseline of {branch_of(tag)}" + ("" if exists else f" (from {head[:7]})"))
     return wait_for(arguments.wait)
 
 
 def git_file(commit):
     """train.py of a commit, as it is checked out."""
-    return subprocess.run(["git", "cat-file", "--filters", f"{commit}:train.py"], cwd=ROOT, capture_output=True, check=True).stdout
+    return git_bytes("cat-file", "--filters", f"{commit}:train.py")
 
 
 def set_ledger_aside(tag):
-    """results.tsv of an earlier series becomes runs/TAG.tsv."""
+    """results.tsv of an earlier series becomes runs/TAG.tsv. Returns its new path; None where there was none."""
     if not os.path.exists(LEDGER):
-        return
+        return None
     names = (f"{tag}{suffix}.tsv" for suffix in ["", *(f"-{i}" for i in range(2, 10_000))])
-    name = next(name for name in names if not os.path.exists(os.path.join(RUNS, name)))
-    os.rename(LEDGER, os.path.join(RUNS, name))
+    path = next(path for path in (os.path.join(RUNS, name) for name in names) if not os.path.exists(path))
+    os.rename(LEDGER, path)
     sync_folder(RUNS)
     sync_folder(ROOT)
-    print(f"results.tsv of an earlier series is now runs/{name}")
+    return path
 
 
 def command_try(arguments):
@@ -1513,8 +1645,10 @@ def wait_for(seconds, number=None):
         if not is_supervised(number):
             with state_lock():
                 recover()
+            if read_turn(number) is None:
+                raise Refusal(f"runs/{number} was removed: nothing is known of that run")
             continue
-        if time.monotonic() >= until:
+        if not time.monotonic() < until:
             print(f"run {number} is still running ({progress_of(number)}): python3 experiment.py wait")
             return RUNNING
         time.sleep(min(pause, max(0.0, until - time.monotonic())))
@@ -1602,9 +1736,11 @@ def describe(series, running):
             bar = min(score(row), bar or math.inf)
     recent = [{"run": series.number(row)} | row for row in rows[-10:]]
     took = [t for t in ((series.outcome(row).get("seconds") or {}).get("total") for row in rows[-20:]) if t]
-    crashes = sum(row["status"] == "crash" for row in trials)
+    baselines = {line["number"] for line in series.tried if line["kind"] == "baseline"}
+    attempts = [row for row in trials if row is not series.baseline and series.number(row) not in baselines]
+    crashes = sum(row["status"] == "crash" for row in attempts)
     turn = running and {"number": running["number"], "description": running["description"], "progress": progress_of(running["number"])}
-    noise = series.noise and dict(zip(("mean", "floor", "seeds"), series.noise))
+    noise = series.noise and dict(zip(("mean", "floor", "seeds"), series.noise)) | {"uneven": series.uneven_noise()}
     return {
         "tag": series.tag,
         "running": turn,
@@ -1613,8 +1749,9 @@ def describe(series, running):
         "bar": series.bar,
         "baseline": series.baseline,
         "noise": noise,
-        "experiments": len(trials),
-        "keeps": sum(row["status"] == "keep" for row in trials),
+        "best_runs": (mean := series.best_mean()) and dict(zip(("mean", "runs"), mean)),
+        "experiments": len(attempts),  # the baseline is none
+        "keeps": sum(row["status"] == "keep" for row in attempts),
         "crashes": crashes,
         "since_last_keep": since,
         "seconds_per_experiment": statistics.median(took) if took else None,
@@ -1628,32 +1765,38 @@ def command_status(arguments):
         running = recover()
     tag = current_tag()
     if tag is None:
-        raise Refusal("no series is checked out: begin one (python3 experiment.py begin TAG) or git switch autoresearch/TAG")
+        print(json.dumps({"tag": None}) if arguments.json else NO_SERIES)
+        return 0
     status = describe(Series(tag), running)
     if arguments.json:
         print(json.dumps(status, indent=1))
         return 0
     best, baseline, noise = status["best"], status["baseline"], status["noise"]
-    print(f"series {tag}: {status['experiments']} experiments, {status['keeps']} kept, {status['crashes']} crashed")
+    count = status["experiments"]
+    print(f"series {tag}: the baseline and {count} experiment{'s' * (count != 1)}: {status['keeps']} kept, {status['crashes']} crashed")
     if running:
         print(f"running: run {running['number']} ({status['running']['progress']}): {running['description']}")
     else:
         print("running: nothing" + ("; the human has asked to stop: end the loop" if status["stop_requested"] else ""))
     if best:
-        gain = f", {status['bar'] - baseline['val_bpb']:+.6f} to the baseline {baseline['val_bpb']:.6f}"
+        gain = f", {compared(best['val_bpb'] - baseline['val_bpb'])} the baseline {baseline['val_bpb']:.6f}"
         print(f"best: {best['val_bpb']:.6f} {best['commit']} run {best['run']}: {best['description'][:80]}{gain}")
+        if status["best_runs"]:
+            print(f"the best's {status['best_runs']['runs']} runs: mean {status['best_runs']['mean']:.6f}")
         if status["bar"] < best["val_bpb"]:
             print(f"to beat: {status['bar']:.6f}, the lowest so far (the best is a simplification of it)")
     if noise:
         print(f"noise floor: {noise['floor']:.6f} ({noise['seeds']} seeds, mean {noise['mean']:.6f})")
+        if noise["uneven"]:
+            print(f"warning: {UNEVEN.format(100 * noise['uneven'])}")
     elif best:
         print("noise floor: not measured; experiment.py noise 3")
     took = status["seconds_per_experiment"]
     print(f"experiments since the last keep: {status['since_last_keep']}" + (f"; {seconds_text(took)} each" if took else ""))
     if status["tried"]:
-        print("tried, by what changed (tries, kept, best difference to the best of then):")
+        print("tried, by what changed (tries, kept, gain of the best one over the best of then):")
         for name, group in list(status["tried"].items())[:12]:
-            difference = f"{group['best']:+.6f}" if group["best"] is not None else "no result"
+            difference = f"{-group['best']:+.6f}" if group["best"] is not None else "no result"
             print(
                 f"  {name[:40]}: {group['tries']}, {group['keeps']} kept, {difference}"
                 + (f", {group['crashes']} crashed" * bool(group["crashes"]))
@@ -1695,8 +1838,15 @@ def main():
     stop.add_argument("--undo", action="store_true", help="allow runs again")
     if sys.argv[1:2] == ["_supervise"]:
         return supervise(*map(int, sys.argv[2:]))
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:  # 0 to 2 may have been closed: no other file must get their numbers
+        pass
+    os.close(descriptor)
+    sys.stdout, sys.stderr = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):  # descriptions and logs hold characters that not every locale has
+        stream.reconfigure(errors="backslashreplace")
     arguments = parser.parse_args()
     try:
+        check_repository()
         return arguments.function(arguments)
     except Refusal as e:
         print(f"experiment.py: {e}", file=sys.stderr)
@@ -1707,6 +1857,9 @@ def main():
     except OSError as e:
         print(f"experiment.py: {e}", file=sys.stderr)
         return ENVIRONMENT
+    except RecursionError:
+        print("experiment.py: train.py is nested too deeply to be looked at", file=sys.stderr)
+        return REFUSED
     except KeyboardInterrupt:
         print("\nexperiment.py: a run goes on without you; `wait` shows its verdict", file=sys.stderr)
         return 130

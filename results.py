@@ -75,7 +75,7 @@ class Night:
 
 def read(path=None):
     """The Night in a results.tsv (or in the folder that holds one), joined to runs/ beside it. No file is a night without experiments."""
-    path = Path(path or os.environ.get("AUTORESEARCH_RESULTS") or HERE / "results.tsv").expanduser()
+    path = Path(os.path.expanduser(path or os.environ.get("AUTORESEARCH_RESULTS") or HERE / "results.tsv"))
     if path.is_dir():
         path = path / "results.tsv"
     rows = [parse_row(fields, columns) for fields, columns in ledger_lines(path)]
@@ -342,7 +342,7 @@ def hours(night):
         return None
     seconds = {name: np.array([section(run, "seconds", name) for run in runs]) for name in ("startup", "training", "evaluation", "total")}
     started = timestamps(str(run.get("started")) for run in runs)
-    wall = (started + pd.to_timedelta(seconds["total"], unit="s")).max() - started.min()
+    wall = (started + pd.to_timedelta(seconds["total"], unit="s", errors="coerce")).max() - started.min()
     parts = {name: float(np.nansum(values) / 3600) for name, values in seconds.items()}
     inside = parts.pop("total")
     wall = wall.total_seconds() / 3600 if wall.total_seconds() > 0 else inside

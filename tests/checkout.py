@@ -28,10 +28,10 @@ class Checkout:
         (cache / "demo" / "data" / "dataset.json").write_text(json.dumps({"eval_tokens": 65536, "time_budget": 1}))
         (self.folder / "venv" / "bin").mkdir(parents=True)
         (self.folder / "venv" / "bin" / "python").symlink_to(os.path.realpath(sys.executable))
-        for name in ("experiment.py", ".gitignore"):
+        for name in ("experiment.py", ".gitignore", ".gitattributes"):
             shutil.copy(PROJECT / name, self.folder)
         shutil.copy(PROJECT / "tests" / "standin_train.py", self.train)
-        (self.folder / "prepare.py").write_text("TIME_BUDGET = 1\n\ndef evaluate_bpb():\n    return 1\n")
+        (self.folder / "prepare.py").write_text("TIME_BUDGET = 1\nWARMUP_STEPS = 11\n\ndef evaluate_bpb():\n    return 1\n")
         (self.folder / "program.md").write_text("instructions\n")
         (self.folder / "run.sh").write_text(RUN_SH)
         (self.folder / "run.sh").chmod(0o755)

@@ -727,6 +727,17 @@ def simulated(root):
     return doctor.screen(machine, [row for check in CHECKS if "gfx1151" in check.where and (row := doctor.examine(check, machine))])
 
 
+def test_any_locale_and_a_reader_that_leaves():
+    command = [sys.executable, PROJECT / "doctor.py", "--list"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True)
+    assert done.returncode == 0 and "\\u2026" in done.stdout
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.returncode == 1 and done.stderr == ""
+
+
 def test_readme_is_the_list(tmp_path):
     readme = (PROJECT / "README.md").read_text()
     assert doctor.listing() in readme, "python doctor.py --list"

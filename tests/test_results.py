@@ -182,6 +182,16 @@ def test_rows_find_their_runs(tmp_path):
     assert earlier.rows["run"][0]["number"] == 1 and earlier.name == "nov28" and not earlier.without_row
 
 
+def test_times_that_can_not_be(tmp_path):
+    for number, seconds in ((1, 1e308), (2, -5), (3, 60)):
+        one = {"commit": f"{number:07x}", "state": "valid", "started": "2026-11-29T00:00:00", "seconds": {"total": seconds}}
+        (tmp_path / "runs" / str(number)).mkdir(parents=True)
+        (tmp_path / "runs" / str(number) / "outcome.json").write_text(json.dumps(one))
+    rows = "".join(row(f"{number:07x}", 1.0, 6, "keep", "x") for number in (1, 2, 3))
+    night = results.read(ledger(tmp_path, HEADER + rows))
+    assert json.loads(results.as_json(night))["rows"] == 3 and results.hours_text(night)
+
+
 def test_statistics(tmp_path):
     night = small_night(tmp_path)
     s = night.summary
@@ -334,6 +344,7 @@ def test_command_fails_in_one_line(tmp_path):
         done = call(*arguments)
         assert done.returncode == 1 and done.stderr.startswith("FAIL: ") and words in done.stderr and done.stderr.count("\n") == 1
     assert sorted(os.listdir(tmp_path)) == ["results.tsv"]
+    assert call("~no such user/x.tsv").stderr.startswith("FAIL: ")
 
 
 # ---- the page ---------------------------------------------------------------------------------------------------------------

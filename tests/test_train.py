@@ -139,6 +139,7 @@ def test_summary_counts_the_timed_steps(finished):
     assert values["tok_per_sec"] == pytest.approx(rate, rel=0.02)
     assert values["mfu_percent"] == pytest.approx(100 * rate * flops_per_token / 1e12, rel=0.02)
     assert values["total_tokens_M"] == pytest.approx(values["num_steps"] * 4096 / 1e6, abs=0.051)
+    assert values["total_tokens"] == values["num_steps"] * 4096
 
 
 def test_without_keep_the_model_goes_and_a_kept_one_stays(demo, tmp_path):
