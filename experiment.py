@@ -1779,7 +1779,8 @@ def command_status(arguments):
     else:
         print("running: nothing" + ("; the human has asked to stop: end the loop" if status["stop_requested"] else ""))
     if best:
-        gain = f", {compared(best['val_bpb'] - baseline['val_bpb'])} the baseline {baseline['val_bpb']:.6f}"
+        difference = round(best["val_bpb"] - baseline["val_bpb"], 6)
+        gain = f", {compared(difference)} the baseline {baseline['val_bpb']:.6f}" if best["commit"] != baseline["commit"] else ""
         print(f"best: {best['val_bpb']:.6f} {best['commit']} run {best['run']}: {best['description'][:80]}{gain}")
         if status["best_runs"]:
             print(f"the best's {status['best_runs']['runs']} runs: mean {status['best_runs']['mean']:.6f}")
