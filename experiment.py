@@ -724,7 +724,7 @@ def verdict_lines(turn, outcome, status, notes):
         f"{took['total']:.0f} s ({took['startup']:.0f} start, {took['training']:.0f} training, {took['evaluation']:.0f} evaluation)"
     )
     slow = slower(outcome, base, same=turn["kind"] == "noise")
-    lines += [f"warning: {slow}"] if slow else []
+    lines += [f"warning: {words}" for words in (slow, longer(outcome, base)) if words]
     return [*lines, *notes, f"log: {folder}/run.log"], 0
 
 
@@ -742,6 +742,14 @@ def slower(outcome, base, same):
             cause = "the machine was slow" if same or busy else "the idea costs that, or the machine was slow"
             return f"{100 - 100 * ratio:.0f} % fewer tokens/s than the best at equal size: {cause}{f' ({busy})' if busy else ''}"
     return f"{busy}: the number may be too high" if busy and not has_gpu() and outcome["seconds"]["total"] > 5 else None
+
+
+def longer(outcome, base):
+    """A warning where a run trained clearly longer than the best: its own clock is what says when the time budget is used up."""
+    took, before = ((o.get("seconds") or {}).get("training") for o in (outcome, base))
+    if took and before and took > 1.1 * before + 20:
+        return f"training took {took:.0f} s, the best's {before:.0f}: much that is not timed, or more than the time budget"
+    return None
 
 
 def log_tail(number, count):
@@ -819,6 +827,8 @@ def meddling(tree):
             modules |= {a.asname or a.name: a.name for a in node.names if a.name in FIXED}
         elif isinstance(node, ast.ImportFrom) and node.module in FIXED:
             names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+            if any(a.name == "*" for a in node.names):  # then what it changes can't be told
+                found.append((f"imports * from {node.module}", node.lineno))
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
         if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
@@ -869,6 +879,8 @@ def code_size(source):
 def check_files(exceptions=("train.py",)):
     """Refuse where a tracked file that affects runs differs from the branch."""
     changed = git("status", "--porcelain", "-z", "--untracked-files=no", "--no-renames").split("\0")
+    if any(entry[:2] in ("DD", "AU", "UD", "UA", "DU", "AA", "UU") for entry in changed):
+        raise Refusal("a merge is not finished, git status says where: git merge --abort")
     names = [entry[3:] for entry in changed if entry and not entry.endswith(DOCUMENTS) and entry[3:] not in exceptions]
     if names:
         which = "only train.py may differ" if "train.py" in exceptions else "commit them, or put them back"
@@ -1381,9 +1393,11 @@ def ready_series():
     if tag is None:
         raise Refusal("no series is checked out: begin one (python3 experiment.py begin TAG) or git switch autoresearch/TAG")
     series = Series(tag)
-    adopt_settings(series)
     if series.best is None:
         raise Refusal(f"this series has no baseline yet: python3 experiment.py begin {tag}")
+    if not series.settings:  # its seed, its dataset: other ones would not compare
+        raise Refusal(f"runs/{tag}.json, with what the series was begun with, is gone: bring it back, or begin another tag")
+    adopt_settings(series)
     number = series.number(series.best)
     best = read_turn(number)["commit"] if number else resolve(series.best["commit"])
     head = resolve("HEAD")
