@@ -474,14 +474,21 @@ def repair_ledger(unfinished):
         os.fsync(f.fileno())
 
 
+def seeds_of(rows, commit):
+    """The rows of a commit that have a number: its own and its repeats with other seeds; [] where it has no repeat."""
+    same = [row for row in rows if row["commit"] == commit and score(row)]
+    return same if len(same) >= 2 else []
+
+
+def repeated(rows):
+    """The rows of the commit that was repeated last, its own too; [] before any repeat."""
+    return next(filter(None, (seeds_of(rows, row["commit"]) for row in reversed(rows) if is_noise(row))), [])
+
+
 def noise_floor(rows):
     """(mean, sample standard deviation, count) of val_bpb over the seeds of the commit that was repeated last; None before any repeat."""
-    repeated = [row["commit"] for row in rows if is_noise(row) and score(row)]
-    for commit in reversed(repeated):
-        values = [score(row) for row in rows if row["commit"] == commit and score(row)]
-        if len(values) >= 2:
-            return statistics.mean(values), statistics.stdev(values), len(values)
-    return None
+    values = list(map(score, repeated(rows)))
+    return (statistics.mean(values), statistics.stdev(values), len(values)) if values else None
 
 
 class Series:
@@ -503,6 +510,18 @@ class Series:
         """The run of a row; None if runs/ doesn't know it."""
         seed = re.match(r"noise: seed (\d+) of ", row["description"])
         return self.numbers.get((row["commit"], int(seed[1]) if seed else None))
+
+    def best_mean(self):
+        """(mean val_bpb, count) of the best's runs with all seeds; None where it has not been repeated."""
+        values = [score(row) for row in seeds_of(self.rows, self.best["commit"])] if self.best else []
+        return (round(statistics.mean(values), 6), len(values)) if values else None
+
+    def uneven_noise(self):
+        """By what share the fastest of the runs that make the noise floor was faster than the slowest: more than 0.1 is load, not seeds."""
+        summaries = [self.outcome(row).get("summary") or {} for row in repeated(self.rows)]
+        columns = ([s[key] for s in summaries if isinstance(s.get(key), (int, float))] for key in ("num_steps", "tok_per_sec"))
+        share = max((max(column) / min(column) - 1 for column in columns if column and min(column) > 0), default=0.0)
+        return share if share > 0.1 else None
 
     def outcome(self, row):
         number = self.number(row) if row else None
@@ -667,13 +686,45 @@ def write_outcome(turn, outcome):
 # ---------------------------------------------------------------------------
 
 
-def in_floors(difference, noise):
-    """A difference of val_bpb in noise floors, and in words."""
-    if not noise or not noise[1]:
-        return ""
-    floors = abs(difference) / noise[1]
-    words = "real" if floors >= 3 else "probably real" if floors >= 1 else "may be luck"
-    return f" = {-difference / noise[1]:+.1f} floors: {words}"
+def compared(difference):
+    """A difference of val_bpb in words."""
+    return f"{'better' if difference < 0 else 'worse'} by {abs(difference):.6f} than" if difference else "the same as"
+
+
+def weight_of(difference, floor, outcome, base):
+    """What a difference to the best is worth: in noise floors, and in words."""
+    floors = abs(difference) / floor if floor else None
+    words = not_comparable(difference, outcome, base)
+    if floors is None:
+        return f": {words}" if words else " (noise not measured: `noise`)"
+    return f" = {floors:.1f} floors: {words or ('real' if floors >= 3 else 'probably real' if floors >= 1 else 'may be luck')}"
+
+
+def speed(summary, before):
+    """Tokens/s of a run over another's, where both do equal work: parameters, depth, tokens a step; None where they don't."""
+
+    def work(s):
+        tokens = s["total_tokens"] / s["num_steps"] if "total_tokens" in s else round(s["total_tokens_M"] / s["num_steps"], 3)
+        return s.get("num_params_M"), s.get("depth"), tokens
+
+    with contextlib.suppress(KeyError, TypeError, ZeroDivisionError):
+        return summary["tok_per_sec"] / before["tok_per_sec"] if work(summary) == work(before) else None
+    return None
+
+
+def load(outcome):
+    """The share of the CPU that other programs took from a run without a GPU; 0 where the run was too short to tell."""
+    total = (outcome.get("seconds") or {}).get("total") or 0
+    return (outcome.get("other_cpu") or 0.0) if not has_gpu() and total > 5 else 0.0
+
+
+def not_comparable(difference, outcome, base):
+    """Why a difference to the best says nothing: a slow run that is worse, or a fast one that is better. None where it may be the idea."""
+    ratio, busier = speed(outcome["summary"] or {}, base.get("summary") or {}) or 1.0, load(outcome) - load(base)
+    for slow, fast, words in ((ratio < 0.9, ratio > 1.1, "speed"), (busier > 0.1, busier < -0.1, "the machine's load")):
+        if base and (slow and difference > 0 or fast and difference < 0):
+            return f"{words} differs: not comparable"
+    return None
 
 
 def number_text(value, pattern="{:g}"):
@@ -703,19 +754,21 @@ def verdict_lines(turn, outcome, status, notes):
         return [line[:240] for line in [*lines, *notes, f"log: {folder}/run.log"]], CRASHED if status == "crash" else 0
     series = Series(turn["tag"])
     value = summary["val_bpb"]
+    base = (read_json(run_file(turn["base"], "outcome.json")) if turn["base"] else None) or {}
+    before = base.get("summary") or {}
     lines = [f"{'noise' if turn['kind'] == 'noise' else status} run {number} {turn['short']}: {turn['description']}"]
     if turn["kind"] == "noise" and series.noise:
         mean, floor, count = series.noise
         lines.append(f"val_bpb {value:.6f}; {count} seeds: mean {mean:.6f}, deviation = noise floor {floor:.6f}")
+        if uneven := series.uneven_noise():
+            lines.append(f"warning: {UNEVEN.format(100 * uneven)}")
     elif turn["bar"] is None:
         lines.append(f"val_bpb {value:.6f}, the baseline")
     else:
-        difference = value - turn["bar"]
-        noise = (None, turn["floor"]) if turn["floor"] else None
-        unknown = "" if noise else " (noise not measured: `noise`)"
-        lines.append(f"val_bpb {value:.6f}, {difference:+.6f} to the best {turn['bar']:.6f}{in_floors(difference, noise)}{unknown}")
-    base = (read_json(run_file(turn["base"], "outcome.json")) if turn["base"] else None) or {}
-    before = base.get("summary") or {}
+        best = before.get("val_bpb", turn["bar"])
+        weight = weight_of(value - best, turn["floor"], outcome, base)
+        lines.append(f"val_bpb {value:.6f}, {compared(round(value - best, 6))} the best {best:.6f}{weight}")
+        lines += filter(None, ["; ".join(conditions(turn, best))])
     steps = number_text(summary.get("num_steps")) + (f" (best {number_text(before.get('num_steps'))})" if before else "")
     took = outcome["seconds"]
     mfu = f"MFU {summary['mfu_percent']} %, " if isinstance(summary.get("mfu_percent"), float) else ""
@@ -723,25 +776,40 @@ def verdict_lines(turn, outcome, status, notes):
         f"memory {memory_gb(summary):.1f} GB, {steps} steps, {mfu}"
         f"{took['total']:.0f} s ({took['startup']:.0f} start, {took['training']:.0f} training, {took['evaluation']:.0f} evaluation)"
     )
-    slow = slower(outcome, base, same=turn["kind"] == "noise")
-    lines += [f"warning: {words}" for words in (slow, longer(outcome, base)) if words]
+    told = speed_warning(outcome, base, same=turn["kind"] == "noise"), longer(outcome, base)
+    lines += [f"warning: {words}" for words in told if words]
     return [*lines, *notes, f"log: {folder}/run.log"], 0
 
 
-def slower(outcome, base, same):
-    """A warning where a run of equal work was slower than the best's, or where other programs took much of the CPU; None otherwise."""
-    summary, before, others = outcome["summary"] or {}, base.get("summary") or {}, outcome.get("other_cpu")
+UNEVEN = "the speed of these runs differs by {:.0f} %, so their floor is the machine's load, not seeds: measure it again when it is quiet"
+
+
+def conditions(turn, best):
+    """What else decided a verdict, in words: the bar where it is not the best's number, the options that were given; the best's mean."""
+    bar, mean = turn["bar"], turn.get("mean")
+    if mean:
+        yield f"the best's {mean[1]} runs: mean {mean[0]:.6f}"
+    if bar < best:
+        yield f"to beat was {bar:.6f}, the lowest so far"
+    if turn["margin"]:
+        yield f"--margin {turn['margin']:g} asked for less than {bar - turn['margin'] * turn['floor']:.6f}"
+    if turn["prune"]:
+        yield "--prune did not stop it"
+
+
+def speed_warning(outcome, base, same):
+    """A warning where a run was slower or faster than the best's at equal work, or other programs took much of the CPU; None otherwise."""
+    others = outcome.get("other_cpu")
     busy = f"other programs used {100 * others:.0f} % of the CPU" if others and others > 0.1 else None
-
-    def work(s):
-        return s.get("num_params_M"), s.get("depth"), round(s["total_tokens_M"] / s["num_steps"], 3)
-
-    with contextlib.suppress(KeyError, TypeError, ZeroDivisionError):
-        ratio = summary["tok_per_sec"] / before["tok_per_sec"]
-        if ratio < 0.95 and work(summary) == work(before):
+    ratio = speed(outcome["summary"] or {}, base.get("summary") or {})
+    if ratio and not 0.95 <= ratio <= 1.05:
+        if ratio < 1:
             cause = "the machine was slow" if same or busy else "the idea costs that, or the machine was slow"
-            return f"{100 - 100 * ratio:.0f} % fewer tokens/s than the best at equal size: {cause}{f' ({busy})' if busy else ''}"
-    return f"{busy}: the number may be too high" if busy and not has_gpu() and outcome["seconds"]["total"] > 5 else None
+        else:
+            cause = "the machine was slow when the best ran" if same else "the idea saves that, or the machine was slow when the best ran"
+        size = f"{100 * abs(ratio - 1):.0f} % {'fewer' if ratio < 1 else 'more'} tokens/s than the best at equal size"
+        return f"{size}: {cause}{f' ({busy})' if busy else ''}"
+    return f"{busy}: the number may be too high" if busy and load(outcome) else None
 
 
 def longer(outcome, base):
@@ -772,7 +840,9 @@ def parse(source):
         with warnings.catch_warnings(action="ignore") if sys.version_info >= (3, 11) else contextlib.nullcontext():
             compile(source, "train.py", "exec", dont_inherit=True)
             return ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError) as e:
+    except (RecursionError, MemoryError):
+        raise Refusal("train.py does not compile: something in it is nested too deeply") from None
+    except (SyntaxError, ValueError) as e:
         line = f", line {e.lineno}" if getattr(e, "lineno", None) else ""
         raise Refusal(f"train.py does not compile{line}: {getattr(e, 'msg', e)}") from None
 
@@ -819,16 +889,20 @@ def changed_names(old, new):
 FIXED = ("prepare", "machine")
 
 
-def meddling(tree):
-    """[(what, line)]: where train.py changes what is fixed, the modules beside it and the seed."""
-    modules, names, found = {}, {}, []
+def fixed_names(tree):
+    """Name → module.name of what a program imports from the fixed modules."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module in FIXED]
+    return {a.asname or a.name: f"{node.module}.{a.name}" for node in imports for a in node.names}
+
+
+def meddling(tree, base=None):
+    """[(what, line)]: where train.py changes what is fixed: the modules beside it, what it or `base` imports from them, the seed."""
+    modules, names, found = {}, (fixed_names(base) if base else {}) | fixed_names(tree), []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             modules |= {a.asname or a.name: a.name for a in node.names if a.name in FIXED}
-        elif isinstance(node, ast.ImportFrom) and node.module in FIXED:
-            names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-            if any(a.name == "*" for a in node.names):  # then what it changes can't be told
-                found.append((f"imports * from {node.module}", node.lineno))
+        elif isinstance(node, ast.ImportFrom) and node.module in FIXED and any(a.name == "*" for a in node.names):
+            found.append((f"imports * from {node.module}", node.lineno))  # then what it changes can't be told
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
         if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
@@ -858,7 +932,7 @@ def meddling(tree):
 def check_program(tree, base, tip):
     """Refuse a train.py that changes what is fixed, or needs a file that is not on the branch."""
     allowed = collections.Counter(what for what, _ in meddling(base))
-    for what, line in meddling(tree):
+    for what, line in meddling(tree, base):
         allowed[what] -= 1
         if allowed[what] < 0:
             raise Refusal(f"train.py, line {line}, {what}: data, metric, time budget and seed are fixed")
@@ -939,6 +1013,7 @@ def start_turn(series, kind, description, commit, parent, source, seed, **more):
     turn = dict(number=number, tag=series.tag, kind=kind, description=description, commit=commit, parent=parent, seed=seed,
                 short=git("rev-parse", "--short=7", commit), token=os.urandom(8).hex(), started=now_text(), bar=series.bar,
                 floor=series.noise[1] if series.noise else None, base=series.number(series.best) if series.best else None,
+                mean=series.best_mean(),
                 ledger=os.path.getsize(LEDGER) if os.path.exists(LEDGER) else 0,
                 margin=0.0, simpler=False, prune=False, remaining=0) | more  # fmt: skip
     about = {key: turn.get(key) for key in ("number", "tag", "kind", "seed", "digest", "changed")} | {"commit": turn["short"]}
@@ -1040,6 +1115,7 @@ class Reader:
         self.deadline, self.reference = deadline, reference  # reference: the best's losses, for pruning
         self.first_step = self.evaluation = self.ending = None  # when these began
         self.losses, self.summaries, self.evaluated, self.fault = [], [], [], None
+        self.untimed = -1  # the last step that was not timed
         self.open, self.rest, self.worse = None, b"", 0
 
     def feed(self, chunk):
@@ -1065,6 +1141,8 @@ class Reader:
             self.open = {}
         elif match := STEP.match(text):
             self.first_step = self.first_step or now
+            if "warming up" in text:
+                self.untimed = int(match[1])
             progress, loss = float(match[2]) / 100, as_number(match[3])
             if isinstance(loss, str):
                 self.fail(f"the loss is {loss} at step {int(match[1])}")
@@ -1099,7 +1177,7 @@ class Reader:
             progress, loss = self.losses[-1]
             return (
                 "pruned",
-                f"stopped at {100 * progress:.0f} %: loss {loss:.4f}, the best's was {at_progress(self.reference, progress):.4f}",
+                f"stopped at {100 * progress:.0f} % (--prune): loss {loss:.4f}, the best's was {at_progress(self.reference, progress):.4f}",
             )
         if self.evaluation:
             if now - self.evaluation > LIMITS["evaluation"]:
@@ -1252,6 +1330,8 @@ def judge(turn, reader, code, why, expected, tampered):
             "environment",
             f"fingerprint {summary.get('fingerprint')}, the baseline's was {expected['fingerprint']}: the data has changed",
         )
+    if expected["untimed"] is not None and reader.untimed >= expected["untimed"]:
+        return "crash", f"invalid: step {reader.untimed} was not timed, and only the first {expected['untimed']} are free"
     if tampered:
         return "crash", f"invalid: the run changed {tampered}"
     return "valid", None
@@ -1311,7 +1391,8 @@ def run(turn, gpu):
     facts = dataset_facts(environment)
     budget = as_number(str(environment.get("AUTORESEARCH_TIME_BUDGET") or facts.get("time_budget")))
     budget = 600 if isinstance(budget, str) else budget
-    expected = {"eval_tokens": facts.get("eval_tokens")}
+    warmup = re.search(rb"^WARMUP_STEPS = (\d+)", read_bytes(os.path.join(TREE, "prepare.py")) or b"", re.M)
+    expected = {"eval_tokens": facts.get("eval_tokens"), "untimed": int(warmup[1]) if warmup else None}
     series = Series(turn["tag"])
     if turn["bar"] is not None:
         expected["fingerprint"] = (series.outcome(series.baseline).get("summary") or {}).get("fingerprint")
@@ -1379,6 +1460,9 @@ def interrupted_by(which):
 # ---------------------------------------------------------------------------
 
 
+NO_SERIES = "no series is checked out: begin one (python3 experiment.py begin TAG) or git switch autoresearch/TAG"
+
+
 def stop_requested():
     return os.path.exists(os.path.join(RUNS, "stop"))
 
@@ -1391,7 +1475,7 @@ def ready_series():
         raise Refusal(f"run {running['number']} is still running: wait for it")
     tag = current_tag()
     if tag is None:
-        raise Refusal("no series is checked out: begin one (python3 experiment.py begin TAG) or git switch autoresearch/TAG")
+        raise Refusal(NO_SERIES)
     series = Series(tag)
     if series.best is None:
         raise Refusal(f"this series has no baseline yet: python3 experiment.py begin {tag}")
@@ -1666,9 +1750,11 @@ def describe(series, running):
             bar = min(score(row), bar or math.inf)
     recent = [{"run": series.number(row)} | row for row in rows[-10:]]
     took = [t for t in ((series.outcome(row).get("seconds") or {}).get("total") for row in rows[-20:]) if t]
-    crashes = sum(row["status"] == "crash" for row in trials)
+    baselines = {line["number"] for line in series.tried if line["kind"] == "baseline"}
+    attempts = [row for row in trials if row is not series.baseline and series.number(row) not in baselines]
+    crashes = sum(row["status"] == "crash" for row in attempts)
     turn = running and {"number": running["number"], "description": running["description"], "progress": progress_of(running["number"])}
-    noise = series.noise and dict(zip(("mean", "floor", "seeds"), series.noise))
+    noise = series.noise and dict(zip(("mean", "floor", "seeds"), series.noise)) | {"uneven": series.uneven_noise()}
     return {
         "tag": series.tag,
         "running": turn,
@@ -1677,8 +1763,9 @@ def describe(series, running):
         "bar": series.bar,
         "baseline": series.baseline,
         "noise": noise,
-        "experiments": len(trials),
-        "keeps": sum(row["status"] == "keep" for row in trials),
+        "best_runs": (mean := series.best_mean()) and dict(zip(("mean", "runs"), mean)),
+        "experiments": len(attempts),  # the baseline is none
+        "keeps": sum(row["status"] == "keep" for row in attempts),
         "crashes": crashes,
         "since_last_keep": since,
         "seconds_per_experiment": statistics.median(took) if took else None,
@@ -1692,32 +1779,38 @@ def command_status(arguments):
         running = recover()
     tag = current_tag()
     if tag is None:
-        raise Refusal("no series is checked out: begin one (python3 experiment.py begin TAG) or git switch autoresearch/TAG")
+        print(json.dumps({"tag": None}) if arguments.json else NO_SERIES)
+        return 0
     status = describe(Series(tag), running)
     if arguments.json:
         print(json.dumps(status, indent=1))
         return 0
     best, baseline, noise = status["best"], status["baseline"], status["noise"]
-    print(f"series {tag}: {status['experiments']} experiments, {status['keeps']} kept, {status['crashes']} crashed")
+    count = status["experiments"]
+    print(f"series {tag}: the baseline and {count} experiment{'s' * (count != 1)}: {status['keeps']} kept, {status['crashes']} crashed")
     if running:
         print(f"running: run {running['number']} ({status['running']['progress']}): {running['description']}")
     else:
         print("running: nothing" + ("; the human has asked to stop: end the loop" if status["stop_requested"] else ""))
     if best:
-        gain = f", {status['bar'] - baseline['val_bpb']:+.6f} to the baseline {baseline['val_bpb']:.6f}"
+        gain = f", {compared(best['val_bpb'] - baseline['val_bpb'])} the baseline {baseline['val_bpb']:.6f}"
         print(f"best: {best['val_bpb']:.6f} {best['commit']} run {best['run']}: {best['description'][:80]}{gain}")
+        if status["best_runs"]:
+            print(f"the best's {status['best_runs']['runs']} runs: mean {status['best_runs']['mean']:.6f}")
         if status["bar"] < best["val_bpb"]:
             print(f"to beat: {status['bar']:.6f}, the lowest so far (the best is a simplification of it)")
     if noise:
         print(f"noise floor: {noise['floor']:.6f} ({noise['seeds']} seeds, mean {noise['mean']:.6f})")
+        if noise["uneven"]:
+            print(f"warning: {UNEVEN.format(100 * noise['uneven'])}")
     elif best:
         print("noise floor: not measured; experiment.py noise 3")
     took = status["seconds_per_experiment"]
     print(f"experiments since the last keep: {status['since_last_keep']}" + (f"; {seconds_text(took)} each" if took else ""))
     if status["tried"]:
-        print("tried, by what changed (tries, kept, best difference to the best of then):")
+        print("tried, by what changed (tries, kept, gain of the best one over the best of then):")
         for name, group in list(status["tried"].items())[:12]:
-            difference = f"{group['best']:+.6f}" if group["best"] is not None else "no result"
+            difference = f"{-group['best']:+.6f}" if group["best"] is not None else "no result"
             print(
                 f"  {name[:40]}: {group['tries']}, {group['keeps']} kept, {difference}"
                 + (f", {group['crashes']} crashed" * bool(group["crashes"]))

@@ -153,6 +153,7 @@ MAX_SEQ_LEN = DATASET.max_seq_len
 EVAL_TOKENS = DATASET.eval_tokens
 VOCAB_SIZE = DATASET.vocab_size
 TIME_BUDGET = time_budget(DATASET)
+WARMUP_STEPS = 11  # steps before the clock starts: they compile
 
 VAL_SHARD = 6542  # ClimbMix's last shard: always and only validation; the other datasets use its name too
 VAL_FILENAME = f"shard_{VAL_SHARD:05d}.parquet"

@@ -84,8 +84,11 @@ def read(path=None):
         folder = folder.parent
     outcomes, unreadable = read_outcomes(folder / "runs")
     without_row = join(rows, outcomes)
-    for i, row in enumerate(rows, 1):
-        row |= {"number": i} | facts(row["run"])
+    numbers = [(row["run"] or {}).get("number") for row in rows]
+    if not all(isinstance(n, int) for n in numbers) or any(b <= a for a, b in zip(numbers, numbers[1:])):
+        numbers = range(1, len(rows) + 1)  # of `experiment.py show` where all have one
+    for n, row in zip(numbers, rows):
+        row |= {"number": n} | facts(row["run"])
         if (row["run"] or {}).get("kind") == "baseline":
             row["kind"] = "baseline"
         if row["state"] == "pruned" or row["description"].startswith("pruned:"):  # stopped early on purpose: no number is right
@@ -591,7 +594,9 @@ def overview(night):
         cards += [("gain", f"{s['gain']:.6f}", below)]
     if s["rows"]:
         kinds = [f"{s[status]} {status}" for status in STATUSES] + [f"{s['other_status']} of another status"] * bool(s["other_status"])
-        cards += [("experiments", f"{s['rows']:,}", ", ".join(kinds) + f"; {s['repeats']} to know the noise" * bool(s["repeats"]))]
+        cards += [
+            ("experiments", f"{s['rows']:,}", ", ".join(kinds) + f"; {s['repeats']} of them only to know the noise" * bool(s["repeats"]))
+        ]
     if s["tries"]:
         cards += [("tries kept", f"{100 * s['keep_rate']:.0f} %", f"of {s['tries']:,}; {100 * s['crash_rate']:.0f} % crashed")]
     if s["hours"]:
@@ -748,7 +753,8 @@ def draw_progress(night):
     low, high = valid["val_bpb"].min(), max([valid["val_bpb"].quantile(0.75), *kept["val_bpb"]])
     span = max(high - low, 1e-3)
     top, bottom = high + 0.12 * span, low - 0.18 * span
-    axes.set(ylim=(bottom, top), xlim=(0.5 - 0.01 * n, 0.5 + 1.01 * n), xlabel="experiment")
+    first, last = night.rows["number"].iloc[0] - 0.5, night.rows["number"].iloc[-1] + 0.5
+    axes.set(ylim=(bottom, top), xlim=(first - 0.01 * n, last + 0.01 * n), xlabel="experiment")
     axes.xaxis.set_label_coords(1.0, -0.083, axes.transAxes)
     axes.xaxis.label.set(ha="right", va="top")
     above(axes, "val_bpb, lower is better")
@@ -769,7 +775,7 @@ def draw_progress(night):
         axes.scatter(crashed, [bottom + 0.04 * span] * len(crashed), size, marker="x", color=ORANGE, linewidths=1.1, label="crash")
     line = kept[["number", "best"]].to_numpy(float)
     if len(line):
-        line = np.concatenate([line, [[n + 0.5, line[-1, 1]]]])
+        line = np.concatenate([line, [[last, line[-1, 1]]]])
         axes.step(*line.T, where="post", color=BLUE, linewidth=1.4, zorder=4)
         if s["noise_floor"]:
             band = (line[:, 1] - s["noise_floor"], line[:, 1] + s["noise_floor"])
@@ -978,7 +984,8 @@ def draw_compare(nights):
     styles = itertools.cycle(zip((BLUE, ORANGE, GREEN, INK, YELLOW, SKY), ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))))
     for night, (color, dash) in zip(nights, styles):
         y = night.kept["best"] * (1 if same else 100 / baseline(night)["val_bpb"])
-        steps = ([*night.kept["number"], len(night.rows) + 0.5], [*y, y.iloc[-1]])
+        before = night.rows["number"].iloc[0] - 1  # so that all nights begin at 1
+        steps = ([*(night.kept["number"] - before), night.rows["number"].iloc[-1] - before + 0.5], [*y, y.iloc[-1]])
         axes.step(*steps, where="post", color=color, linestyle=dash, linewidth=1.7, label=f"{cut(night.name, 30)}: {y.iloc[-1]:.4f}")
     above(axes, "val_bpb, lower is better" if same else "% of the baseline, lower is better")
     axes.set_xlabel("experiment")

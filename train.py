@@ -24,7 +24,7 @@ import backends
 import machine
 import prepare
 from machine import fail
-from prepare import EVAL_TOKENS, MAX_SEQ_LEN, TIME_BUDGET, Tokenizer, evaluate_bpb, make_dataloader
+from prepare import EVAL_TOKENS, MAX_SEQ_LEN, TIME_BUDGET, WARMUP_STEPS, Tokenizer, evaluate_bpb, make_dataloader
 
 try:
     import kernels  # this project's, see kernels/README.md
@@ -47,8 +47,9 @@ class GPTConfig:
     window_pattern: str = "SSSL"  # a letter for each layer, repeated: L sees the whole context, S half of it
 
 
-# Each step of the layer that has a fused kernel is a function of its own here, with the same mathematics in plain PyTorch beside it. Edit
-# either, or call something else in the layer below: nothing depends on the fused one.
+# Each step of the layer that has a fused kernel is a function of its own here, with the same mathematics in plain PyTorch beside it. On a
+# GPU only the kernel runs: to change such a step, remove its `if FUSED` and edit what is left, or call something else in the layer below.
+# Then set COMPILE = True, and torch.compile fuses it.
 
 
 def norm(x):
@@ -477,7 +478,6 @@ def muon_weight_decay(progress):
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CHECKPOINT = os.path.join(HERE, "unevaluated.pt")  # the trained model, until it is evaluated
-WARMUP_STEPS = 11  # that are not timed: they compile
 
 
 def model_config(vocab_size):
@@ -652,6 +652,7 @@ def main():
             "training_seconds": f"{seconds:.1f}",
             "mfu_percent": f"{100 * tokens_per_second * flops_per_token / peak:.2f}" if peak else "n/a",
             "total_tokens_M": f"{steps * TOTAL_BATCH_SIZE / 1e6:.1f}",
+            "total_tokens": steps * TOTAL_BATCH_SIZE,
             "num_steps": steps,
             "num_params_M": f"{counts['total'] / 1e6:.1f}",
             "depth": DEPTH,
@@ -682,6 +683,7 @@ def main():
         "device": device_name,
         "torch": torch.__version__,
         "attention": model.attention,
+        "total_tokens": result["total_tokens"],
         "tok_per_sec": result["tok_per_sec"],
         "eval_seconds": f"{ended - evaluation_started:.1f}",
         "python": platform.python_version(),

@@ -1,6 +1,7 @@
 """How long does a training step take: the published port's recipe, the same with windows, and ours?
 
-    python benchmarks/train_step.py [--rounds 2] [--batches 131072/16,524288/128] [--loader] [--out benchmarks]     (about eight minutes)
+    python benchmarks/train_step.py [--rounds 2] [--batches 131072/16,524288/128] [--loader] [--out benchmarks]     (about 15 minutes)
+    python benchmarks/train_step.py --report        (the table and the picture again, from what the last call left, also if it was cut)
 
     recipe   upstream's model as autoresearch-halo trains it: SDPA over the whole context, all the rest left to torch.compile
     flex     the same with the windows of the pattern by FlexAttention
@@ -196,7 +197,7 @@ def child(variant, tokens, micro_batch, loader, steps, cache):
 
 def merged(rounds):
     """One row of a variant's rounds: medians; start-up of the first as cold, of the others as warm."""
-    row = {k: statistics.median([r[k] for r in rounds]) if isinstance(v, (int, float)) else v for k, v in rounds[0].items()}
+    row = {k: statistics.median([r[k] for r in rounds]) if isinstance(v, float) else v for k, v in rounds[0].items()}
     start_ups = [r["start_up_s"] for r in rounds]
     del row["start_up_s"]
     return row | {"start_up_cold_s": start_ups[0], "start_up_warm_s": min(start_ups[1:], default=None), "rounds": len(rounds)}
@@ -258,27 +259,36 @@ def main():
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--loader", action="store_true", help="measure with the prepared dataset's batches too")
     parser.add_argument("--out", type=Path, default=HERE)
+    parser.add_argument("--report", action="store_true", help="make the table again from what is there")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     batches = [tuple(map(int, b.split("/"))) for b in args.batches.split(",")]
     if args.one:
         measure(args.one, *batches[0], args.loader, args.steps)
         return
-    results, kernels = {}, []
-    with tempfile.TemporaryDirectory() as caches:
-        for n in range(args.rounds):
-            for tokens, micro_batch in batches:
-                for loader in (False, True) if args.loader and n == args.rounds - 1 else (False,):
-                    for variant in args.variants.split(","):
-                        done = child(variant, tokens, micro_batch, loader, args.steps, os.path.join(caches, variant))
-                        if not done:
-                            continue
-                        key = variant, tokens, micro_batch, loader
-                        results.setdefault(key, []).append(done["result"])
-                        if n == 0:
-                            kernels += [{"variant": variant, "tokens": tokens, "micro_batch": micro_batch, **k} for k in done["kernels"]]
-                        r = done["result"]
-                        print(f"{key}: {r['wall_ms']:.1f} ms, start-up {r['start_up_s']:.0f} s, {r['attention']}", flush=True)
+    kept = args.out / "train_step.jsonl"
+    if not args.report:
+        kept.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory() as caches:
+            for n in range(args.rounds):
+                for tokens, micro_batch in batches:
+                    for loader in (False, True) if args.loader and n == args.rounds - 1 else (False,):
+                        for variant in args.variants.split(","):
+                            done = child(variant, tokens, micro_batch, loader, args.steps, os.path.join(caches, variant))
+                            if done:
+                                r = done["result"]
+                                what = f"{variant} {tokens}/{micro_batch} {r['data']}"
+                                print(f"{what}: {r['wall_ms']:.1f} ms, start-up {r['start_up_s']:.0f} s, {r['attention']}", flush=True)
+                                with open(kept, "a") as f:
+                                    f.write(json.dumps(done) + "\n")
+    results, kernels = {}, {}
+    for done in map(json.loads, kept.read_text().splitlines()):
+        r = done["result"]
+        key = r["variant"], r["tokens"], r["micro_batch"], r["data"]
+        results.setdefault(key, []).append(r)
+        if r["data"] == "random":
+            kernels[key] = [{"variant": r["variant"], "tokens": r["tokens"], "micro_batch": r["micro_batch"], **k} for k in done["kernels"]]
+    kernels = [k for of_one in kernels.values() for k in of_one]
     rows = [merged(r) for r in results.values()]
     order = {v: i for i, v in enumerate(VARIANTS)}
     rows.sort(key=lambda r: (r["tokens"], r["data"] == "loader", order[r["variant"]]))

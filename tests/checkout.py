@@ -31,7 +31,7 @@ class Checkout:
         for name in ("experiment.py", ".gitignore", ".gitattributes"):
             shutil.copy(PROJECT / name, self.folder)
         shutil.copy(PROJECT / "tests" / "standin_train.py", self.train)
-        (self.folder / "prepare.py").write_text("TIME_BUDGET = 1\n\ndef evaluate_bpb():\n    return 1\n")
+        (self.folder / "prepare.py").write_text("TIME_BUDGET = 1\nWARMUP_STEPS = 11\n\ndef evaluate_bpb():\n    return 1\n")
         (self.folder / "program.md").write_text("instructions\n")
         (self.folder / "run.sh").write_text(RUN_SH)
         (self.folder / "run.sh").chmod(0o755)

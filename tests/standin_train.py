@@ -5,6 +5,8 @@ import subprocess  # noqa: F401 - for what experiments write into behave()
 import sys
 import time
 
+from prepare import TIME_BUDGET  # noqa: F401
+
 VALUE = 2.0
 SECONDS = 0.0
 STEPS = 120
@@ -16,8 +18,9 @@ FINGERPRINT = "0123456789ab"
 
 def summary(value=None, token=None, **changes):
     values = dict(val_bpb=f"{VALUE if value is None else value:.6f}", training_seconds="1.0", total_seconds="2.0", peak_vram_mb="512.0",
-                  mfu_percent="n/a", total_tokens_M=f"{STEPS * 4096 / 1e6:.1f}", num_steps=STEPS, num_params_M=PARAMS, depth=4,
-                  dataset="demo", fingerprint=FINGERPRINT, eval_tokens=TOKENS, seed=os.environ["AUTORESEARCH_SEED"], device="CPU",
+                  mfu_percent="n/a", total_tokens_M=f"{STEPS * 4096 / 1e6:.1f}", total_tokens=STEPS * 4096,
+                  num_steps=STEPS, num_params_M=PARAMS, depth=4, dataset="demo", fingerprint=FINGERPRINT, eval_tokens=TOKENS,
+                  seed=os.environ["AUTORESEARCH_SEED"], device="CPU",
                   torch="2.13.0", tok_per_sec=int(STEPS * 4096), run=token or os.environ["AUTORESEARCH_RUN"]) | changes  # fmt: skip
     print("---")
     for key, text in values.items():

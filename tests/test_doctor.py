@@ -4,6 +4,7 @@ torch says of itself. We have none of them. Processes, files, forks and, for the
 `python tests/test_doctor.py` prints what README.md shows of the simulated Strix Halo.
 """
 
+import faulthandler
 import json
 import os
 import re
@@ -393,6 +394,7 @@ def boom(machine):
 
 
 def dies(machine):
+    faulthandler.disable()  # pytest's, which would print a page
     os.kill(os.getpid(), signal.SIGSEGV)
 
 

@@ -80,13 +80,18 @@ def test_begin_makes_branch_ledger_and_baseline(series):
 def test_keep_moves_the_branch_and_discard_does_not(series):
     tried = series.edit(VALUE=1.9)
     output = series.call("try", "a lower\tvalue\nreally")
-    assert output.startswith("keep run 2") and "1.900000, -0.100000 to the best 2.000000" in output and len(output.splitlines()) <= 12
+    assert (
+        output.startswith("keep run 2")
+        and "1.900000, better by 0.100000 than the best 2.000000 (noise not measured" in output
+        and len(output.splitlines()) <= 12
+    )
     assert series.rows[1][1:] == ["1.900000", "0.5", "keep", "a lower value really"] and series.is_clean()
     assert series.git("rev-parse", "HEAD") == series.run_json(2)["commit"]
     best = series.train.read_text()
     assert best == tried == (series.folder / "runs/2/train.py").read_text()
     worse = series.edit(VALUE=1.95)
     output = series.call("try", "a higher value")
+    assert "1.950000, worse by 0.050000 than the best 1.900000" in output
     assert output.startswith("discard run 3") and "train.py is the best's again" in output
     assert series.rows[2][1:] == ["1.950000", "0.5", "discard", "a higher value"] and series.is_clean()
     assert series.train.read_text() == best and series.git("rev-parse", "HEAD") == series.run_json(2)["commit"]
@@ -111,6 +116,14 @@ def test_simpler_keeps_an_equal_score_of_less_code(series):
     )
     assert series.call("try", "--simpler", "a constant less").startswith("discard") is False
     assert series.rows[1][3:] == ["keep", "simpler: a constant less"] and series.is_clean()
+    series.call("noise", 1)
+    series.train.write_text(series.train.read_text().replace("VALUE = 2.0", "VALUE = 2.0004").replace("depth=4, ", ""))
+    output = series.call("try", "--simpler", "no depth")
+    assert "2.000400, worse by 0.000400 than the best 2.000000" in output and output.startswith("keep")
+    series.edit(VALUE=2.0002, STEPS=100)
+    output = series.call("try", "--prune", "lower than the best, not the lowest")
+    assert output.startswith("discard") and "better by 0.000200 than the best 2.000400 = " in output and "100 (best 120) steps" in output
+    assert "to beat was 2.000000, the lowest so far; --prune did not stop it\n" in output
 
 
 def test_noise_is_measured_and_shown(series):
@@ -120,15 +133,22 @@ def test_noise_is_measured_and_shown(series):
     assert series.rows[1:] == [[commit, f"2.00{s - 42}000", "0.5", "discard", f"noise: seed {s} of {commit}"] for s in (43, 44)]
     assert [series.run_json(n)["seed"] for n in (1, 2, 3)] == [42, 43, 44]
     for value, margin, status, words in (
-        (1.9995, 0, "keep", "+0.5 floors: may be luck"),
-        (1.9980, 2, "discard", "+1.5 floors: probably real"),
-        (1.9960, 2, "keep", "+3.5 floors: real"),
+        (1.9995, 0, "keep", "better by 0.000500 than the best 2.000000 = 0.5 floors: may be luck\nthe best's 3 runs: mean 2.001000\n"),
+        (1.9980, 2, "discard", " = 1.5 floors: probably real\n--margin 2 asked for less than 1.997500\n"),
+        (1.9960, 2, "keep", " = 3.5 floors: real\n--margin 2 asked for less than 1.997500\n"),
     ):
         series.edit(VALUE=value)
         output = series.call("try", "--margin", margin, f"value {value}")
         assert output.startswith(status) and words in output, output
     series.call("noise", 1)
     assert series.rows[-1][4].startswith("noise: seed 43 of "), "a new best has its own repeats"
+    assert "the best's 2 runs: mean 1.996500\n" in series.call("status")
+    status = json.loads(series.call("status", "--json"))
+    assert status["best_runs"] == {"mean": 1.9965, "runs": 2} and status["noise"]["uneven"] is None
+    series.edit(VALUE=3.0)
+    series.git("checkout", "HEAD", "train.py")  # as program.md says
+    series.call("begin", "again", AUTORESEARCH_SEED="50")
+    assert series.best_value() == 1.996 and [row[1] for row in series.rows] == ["2.004000"], "the best measured again, with another seed"
 
 
 def test_margin_needs_a_measured_noise(series):
@@ -144,7 +164,7 @@ def test_prune_stops_a_run_that_is_clearly_worse(series):
     )
     series.edit(VALUE=1.5)
     output = series.call("try", "--prune", "slow learner")
-    assert output.startswith("discard") and "stopped at 50 %: loss 6.5000, the best's was 5.0000" in output
+    assert output.startswith("discard") and "stopped at 50 % (--prune): loss 6.5000, the best's was 5.0000" in output
     assert series.rows[1][1:] == ["0.000000", "0.0", "discard", "pruned: slow learner"]
     assert series.run_json(2)["state"] == "pruned" and series.is_clean()
 
@@ -154,9 +174,11 @@ def test_status_and_show_are_short_and_true(series):
         series.edit(**{"VALUE": 2.5} if i % 2 else {"PARAMS": 1.0 + i, "VALUE": 2.0 - i / 100})
         series.call("try", f"idea {i} " + "long " * 60, code=None)
     output = series.call("status")
+    assert output.startswith("series nov29: the baseline and 12 experiments: 5 kept, 0 crashed\n")
+    assert ", better by 0.100000 than the baseline 2.000000\n" in output and "  PARAMS: 6, 5 kept, +0.020000\n" in output
     assert len(output.splitlines()) <= 40 and max(map(len, output.splitlines())) < 200
     status = json.loads(series.call("status", "--json"))
-    assert (status["experiments"], status["keeps"], status["crashes"], status["running"]) == (13, 6, 0, None)
+    assert (status["experiments"], status["keeps"], status["crashes"], status["running"]) == (12, 5, 0, None)
     assert status["best"]["val_bpb"] == status["bar"] == 1.9 and status["baseline"]["val_bpb"] == 2.0 and len(status["recent"]) == 10
     assert status["tried"]["PARAMS"]["tries"] == 6 and status["tried"]["VALUE"]["keeps"] == 5 and status["since_last_keep"] == 1
     shown = series.call("show", 3)
@@ -180,6 +202,7 @@ def test_what_try_refuses(series):
         "edit it first": before,
         "edit it first ": before.replace("VALUE = 2.0", "VALUE = 2.0  # a comment"),
         "does not compile, line": before + "def broken(:\n",
+        "does not compile: something in it is nested too deeply": before + "x = " + "-" * 20_000 + "1\n",
         "changes prepare.TIME_BUDGET": before.replace("import os\n", "import os\nimport prepare\nprepare.TIME_BUDGET = 100\n"),
         "changes prepare.evaluate_bpb": before.replace("import os\n", "import os\nimport prepare as p\np.evaluate_bpb = lambda: 0\n"),
         "changes prepare.__dict__['TIME_BUDGET']": before.replace(
@@ -189,6 +212,8 @@ def test_what_try_refuses(series):
             "import os\n", "import os\nfrom prepare import evaluate_bpb\n\ndef evaluate_bpb():\n    pass\n"
         ),
         "imports * from prepare": before.replace("import os\n", "import os\nfrom prepare import *\nTIME_BUDGET = 9\n"),
+        "changes prepare.WARMUP_STEPS": before.replace("import os\n", "import os\nfrom prepare import WARMUP_STEPS\nWARMUP_STEPS = 50\n"),
+        "changes prepare.TIME_BUDGET ": before.replace("from prepare import TIME_BUDGET  # noqa: F401\n", "TIME_BUDGET = 900\n"),
         "sets a seed": before.replace("import os\n", "import os\nimport random as torch\ntorch.manual_seed(7)\n"),
         "uses AUTORESEARCH_TIME_BUDGET": before.replace("import os\n", "import os\nos.environ['AUTORESEARCH_TIME_BUDGET'] = '9'\n"),
         "imports helper.py": before.replace("import os\n", "import os\nimport helper\n"),
@@ -228,6 +253,8 @@ def test_a_series_must_be_checked_out_and_its_own(series):
     assert "has begun" in series.call("begin", "nov29", code=2)
     series.git("switch", "--quiet", "main")
     assert "no series is checked out" in series.call("try", "x", code=2)
+    assert len(series.call("status").splitlines()) == 1 and "begin TAG" in series.call("status")
+    assert json.loads(series.call("status", "--json")) == {"tag": None}
     assert "git switch autoresearch/nov29" in series.call("begin", "nov29", code=2)
     series.edit(VALUE=1.7)
     assert "unsaved changes in train.py" in series.call("begin", "second", code=2)
@@ -341,9 +368,37 @@ def test_a_gpu_error_is_the_machines_only_if_the_gpu_no_longer_works(series, wor
     assert ("crash" if works else "no longer works, for any program: HIP error: device lost") in output and len(series.rows) == 1 + works
 
 
-def test_slow_machine_is_told(series):
-    series.train.write_text(series.train.read_text().replace("int(STEPS * 4096)", "int(STEPS * 3072)"))
-    assert "warning: 25 % fewer tokens/s than the best at equal size" in series.call("try", "x")
+def test_speed_that_differs_is_told(series):
+    """At equal work, by exact tokens a step (total_tokens_M is rounded). A number that its speed explains is not judged."""
+    best = series.train.read_text()
+
+    def at(steps, value, **more):
+        series.train.write_text(best)
+        series.edit(VALUE=value, STEPS=steps, **more)
+        return series.call("try", f"{steps} steps")
+
+    series.call("noise", 1)
+    output = at(90, 2.1)
+    assert "= 141.4 floors: speed differs: not comparable\n" in output
+    assert "warning: 25 % fewer tokens/s than the best at equal size: " in output
+    assert "floors: real\n" in at(110, 2.1), "8 % alone make no such difference"
+    assert "warning" not in at(60, 2.1, PARAMS=1.2), "a larger model is slower"
+    output = at(180, 1.9)
+    assert "speed differs: not comparable\n" in output and output.startswith("keep")
+    assert "warning: 50 % more tokens/s than the best at equal size: the idea saves that, or the machine was slow when" in output
+    best = series.train.read_text()
+    assert "floors: real\n" in at(90, 1.8), "slower and better all the same"
+
+
+def test_a_floor_of_load_is_told(series):
+    series.edit('globals().update(STEPS=STEPS + int(os.environ["AUTORESEARCH" + "_SEED"]) - 42) if 1 else 0', VALUE=1.9)
+    series.call("try", "more steps with each seed")
+    assert "warning" not in series.call("noise", 1) and "warning" not in series.call("status")
+    series.edit(VALUE=1.8)
+    series.train.write_text(series.train.read_text().replace("- 42) if 1", "* 20 - 840) if 1"))
+    series.call("try", "many more")
+    for output in series.call("noise", 1), series.call("status"):
+        assert "warning: the speed of these runs differs by 17 %, so their floor is the machine's load, not seeds" in output
 
 
 # ---- runs that misbehave --------------------------------------------------------------------------------------------------------
@@ -360,6 +415,7 @@ INVALID = {
     "too large": ("", {"VALUE": 17.0}, "val_bpb is 17.0"),
     "fewer tokens": ("", {"TOKENS": 6553}, "eval_tokens is 6553 and must be 65536"),
     "another seed": ("os.environ['AUTORESEARCH' + '_SEED'] = '41'", {}, "seed is 41 and must be 42"),
+    "untimed steps": ("print('step 00024 (20.0%) | loss: 6.8 | warming up, not timed')", {}, "step 24 was not timed"),
     "changes a fixed file": ("open('prepare.py', 'a').write('#')", {}, "the run changed prepare.py"),
 }  # fmt: skip
 
@@ -603,6 +659,10 @@ def test_real_train_py_is_allowed():
     """The real train.py as it is meddles with nothing, so that every edit of it is looked at."""
     tree = experiment.parse((PROJECT / "train.py").read_bytes())
     assert {what for what, _ in experiment.meddling(tree)} == {"uses AUTORESEARCH_RUN"}
+    for name in ("TIME_BUDGET", "WARMUP_STEPS", "EVAL_TOKENS"):
+        text = (PROJECT / "train.py").read_text()
+        with pytest.raises(experiment.Refusal, match=f"changes prepare.{name}"):
+            experiment.check_program(experiment.parse(f"{text}\n{name} = 10**6\n".encode()), tree, "HEAD")
     assert {"DEPTH", "EMBEDDING_LR", "MLP.forward", "train"} <= set(experiment.parts(tree))
 
 

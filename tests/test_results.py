@@ -205,15 +205,15 @@ def test_statistics(tmp_path):
     assert s["noise_floor"] == pytest.approx(0.001) and s["noise_runs"] == 3  # the deviation of 1.200, 1.202, 1.201
     assert s["gain_in_noise_floors"] == pytest.approx(10) and s["luck"] == pytest.approx(0.001 * 1.02938, rel=1e-4)
     assert [(row["number"], row["gain"], row["floors"]) for row in s["keeps"]] == [
-        (1, None, None),
-        (4, pytest.approx(0.01), pytest.approx(10)),
+        (2, None, None),  # the numbers of their runs
+        (6, pytest.approx(0.01), pytest.approx(10)),
     ]
     time = s["hours"]
     parts = {"startup": 8 * 20, "training": 4 * 600 + 30 + 80 + 280 + 180, "evaluation": 4 * 60, "other": 4 * 20}
     parts |= {"lost": 50 + 100 + 300 + 200, "wall": 7200, "between": 7200 - 4 * 700 - 650}
     assert {name: time[name] * 3600 for name in parts} == pytest.approx(parts) and time["runs"] == 8
     assert s["experiments_per_hour"] == pytest.approx(4) and "8 runs in 2.0 h, 4.0 an hour" in results.hours_text(night)
-    assert [(row["number"], row["memory_gb"]) for row in s["pareto"]] == [(1, 6.0), (4, 8.0)]
+    assert [(row["number"], row["memory_gb"]) for row in s["pareto"]] == [(2, 6.0), (6, 8.0)]
     assert [(row["idea"], row["tries"], row["keep"], row["crash"]) for row in s["ideas"]] == [
         ("batch", 1, 1, 0),
         ("learning rate", 1, 0, 0),

@@ -834,7 +834,7 @@ def test_no_python_header(project, env):
 
 def test_test_sh_sets_up_and_passes_arguments(ready, env, tmp_path):
     result = run(ready, env, "-k", "two words", script="test.sh", cwd=tmp_path)
-    assert result.stdout == "pytest ['-k', 'two words']\n" and result.returncode == 5, result.stderr
+    assert result.stdout == "pytest ['-n', '2', '--dist', 'worksteal', '-k', 'two words']\n" and result.returncode == 5, result.stderr
     assert (site(ready) / "hypothesis").exists() and (site(ready) / "triton-3.7.1.dist-info").exists()
     assert "installing" not in run(ready, env).stderr  # run.sh has not forgotten that it is set up
     shutil.copytree(ROOT / ".ci", ready / ".ci")
