@@ -776,8 +776,8 @@ def verdict_lines(turn, outcome, status, notes):
         f"memory {memory_gb(summary):.1f} GB, {steps} steps, {mfu}"
         f"{took['total']:.0f} s ({took['startup']:.0f} start, {took['training']:.0f} training, {took['evaluation']:.0f} evaluation)"
     )
-    told = speed_warning(outcome, base, same=turn["kind"] == "noise")
-    lines += [f"warning: {told}"] if told else []
+    told = speed_warning(outcome, base, same=turn["kind"] == "noise"), longer(outcome, base)
+    lines += [f"warning: {words}" for words in told if words]
     return [*lines, *notes, f"log: {folder}/run.log"], 0
 
 
@@ -810,6 +810,14 @@ def speed_warning(outcome, base, same):
         size = f"{100 * abs(ratio - 1):.0f} % {'fewer' if ratio < 1 else 'more'} tokens/s than the best at equal size"
         return f"{size}: {cause}{f' ({busy})' if busy else ''}"
     return f"{busy}: the number may be too high" if busy and load(outcome) else None
+
+
+def longer(outcome, base):
+    """A warning where a run trained clearly longer than the best: its own clock is what says when the time budget is used up."""
+    took, before = ((o.get("seconds") or {}).get("training") for o in (outcome, base))
+    if took and before and took > 1.1 * before + 20:
+        return f"training took {took:.0f} s, the best's {before:.0f}: much that is not timed, or more than the time budget"
+    return None
 
 
 def log_tail(number, count):
@@ -893,6 +901,8 @@ def meddling(tree, base=None):
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             modules |= {a.asname or a.name: a.name for a in node.names if a.name in FIXED}
+        elif isinstance(node, ast.ImportFrom) and node.module in FIXED and any(a.name == "*" for a in node.names):
+            found.append((f"imports * from {node.module}", node.lineno))  # then what it changes can't be told
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
         if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
@@ -943,6 +953,8 @@ def code_size(source):
 def check_files(exceptions=("train.py",)):
     """Refuse where a tracked file that affects runs differs from the branch."""
     changed = git("status", "--porcelain", "-z", "--untracked-files=no", "--no-renames").split("\0")
+    if any(entry[:2] in ("DD", "AU", "UD", "UA", "DU", "AA", "UU") for entry in changed):
+        raise Refusal("a merge is not finished, git status says where: git merge --abort")
     names = [entry[3:] for entry in changed if entry and not entry.endswith(DOCUMENTS) and entry[3:] not in exceptions]
     if names:
         which = "only train.py may differ" if "train.py" in exceptions else "commit them, or put them back"
@@ -1465,9 +1477,11 @@ def ready_series():
     if tag is None:
         raise Refusal(NO_SERIES)
     series = Series(tag)
-    adopt_settings(series)
     if series.best is None:
         raise Refusal(f"this series has no baseline yet: python3 experiment.py begin {tag}")
+    if not series.settings:  # its seed, its dataset: other ones would not compare
+        raise Refusal(f"runs/{tag}.json, with what the series was begun with, is gone: bring it back, or begin another tag")
+    adopt_settings(series)
     number = series.number(series.best)
     best = read_turn(number)["commit"] if number else resolve(series.best["commit"])
     head = resolve("HEAD")

@@ -211,6 +211,7 @@ def test_what_try_refuses(series):
         "replaces prepare.evaluate_bpb": before.replace(
             "import os\n", "import os\nfrom prepare import evaluate_bpb\n\ndef evaluate_bpb():\n    pass\n"
         ),
+        "imports * from prepare": before.replace("import os\n", "import os\nfrom prepare import *\nTIME_BUDGET = 9\n"),
         "changes prepare.WARMUP_STEPS": before.replace("import os\n", "import os\nfrom prepare import WARMUP_STEPS\nWARMUP_STEPS = 50\n"),
         "changes prepare.TIME_BUDGET ": before.replace("from prepare import TIME_BUDGET  # noqa: F401\n", "TIME_BUDGET = 900\n"),
         "sets a seed": before.replace("import os\n", "import os\nimport random as torch\ntorch.manual_seed(7)\n"),
@@ -786,3 +787,32 @@ def test_gits_line_ends_are_left_alone(fresh, setting):
     fresh.train.write_bytes(best.replace(b"VALUE = 1.9", b"VALUE = 2.5"))
     assert "discard run 3" in fresh.call("try", "worse")
     assert fresh.train.read_bytes() == best and fresh.is_clean()
+
+
+def test_a_run_that_trains_longer_is_told():
+    outcome = lambda seconds: {"seconds": {"training": seconds}}
+    assert "780 s" in experiment.longer(outcome(780), outcome(620))
+    for took, before in ((700, 620), (25, 6), (600, None), (None, 600)):
+        assert experiment.longer(outcome(took), outcome(before)) is None
+    assert experiment.longer(outcome(600), {}) is None
+
+
+def test_what_a_series_was_begun_with_is_not_guessed(fresh):
+    fresh.call("begin", "nov29", AUTORESEARCH_SEED="7")
+    (fresh.folder / "runs").rename(fresh.folder.parent / "away")
+    fresh.edit(VALUE=1.9)
+    assert "runs/nov29.json" in fresh.call("try", "x", code=2) and len(fresh.rows) == 1
+
+
+def test_a_merge_that_is_not_finished(series):
+    series.git("switch", "--quiet", "main")
+    best = series.train.read_text()
+    series.edit(VALUE=1.5)
+    series.commit("theirs")
+    series.git("switch", "--quiet", "autoresearch/nov29")
+    series.edit(VALUE=1.9)
+    series.call("try", "ours")
+    merge = ["git", "-c", "user.name=somebody", "-c", "user.email=somebody@localhost", "merge", "main"]
+    subprocess.run(merge, cwd=series.folder, env=series.environment, capture_output=True)
+    series.train.write_text(best.replace("VALUE = 2.0", "VALUE = 1.2"))
+    assert "git merge --abort" in series.call("try", "x", code=2) and len(series.rows) == 2
