@@ -683,7 +683,7 @@ def main():
         "device": device_name,
         "torch": torch.__version__,
         "attention": model.attention,
-        "total_tokens": result["total_tokens"],
+        "total_tokens": result.get("total_tokens", "n/a"),  # not in what an earlier version saved
         "tok_per_sec": result["tok_per_sec"],
         "eval_seconds": f"{ended - evaluation_started:.1f}",
         "python": platform.python_version(),
