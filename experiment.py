@@ -1332,6 +1332,12 @@ def judge(turn, reader, code, why, expected, tampered):
         )
     if expected["untimed"] is not None and reader.untimed >= expected["untimed"]:
         return "crash", f"invalid: step {reader.untimed} was not timed, and only the first {expected['untimed']} are free"
+    took, steps = (as_number(str(summary.get(key))) for key in ("training_seconds", "num_steps"))
+    if not isinstance(took, str) and not isinstance(steps, str):
+        # The last step begins within the budget and may end beyond it; a machine that paused meanwhile is not the idea's fault.
+        step = took / max(1, steps - (expected["untimed"] or 0))
+        if took > expected["budget"] + max(2 * step, 0.05 * expected["budget"]) + 2:
+            return "crash", f"invalid: it trained for {took} s, and the time budget is {expected['budget']} s"
     if tampered:
         return "crash", f"invalid: the run changed {tampered}"
     return "valid", None
@@ -1392,7 +1398,7 @@ def run(turn, gpu):
     budget = as_number(str(environment.get("AUTORESEARCH_TIME_BUDGET") or facts.get("time_budget")))
     budget = 600 if isinstance(budget, str) else budget
     warmup = re.search(rb"^WARMUP_STEPS = (\d+)", read_bytes(os.path.join(TREE, "prepare.py")) or b"", re.M)
-    expected = {"eval_tokens": facts.get("eval_tokens"), "untimed": int(warmup[1]) if warmup else None}
+    expected = {"eval_tokens": facts.get("eval_tokens"), "untimed": int(warmup[1]) if warmup else None, "budget": budget}
     series = Series(turn["tag"])
     if turn["bar"] is not None:
         expected["fingerprint"] = (series.outcome(series.baseline).get("summary") or {}).get("fingerprint")

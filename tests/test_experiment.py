@@ -416,6 +416,11 @@ INVALID = {
     "fewer tokens": ("", {"TOKENS": 6553}, "eval_tokens is 6553 and must be 65536"),
     "another seed": ("os.environ['AUTORESEARCH' + '_SEED'] = '41'", {}, "seed is 41 and must be 42"),
     "untimed steps": ("print('step 00024 (20.0%) | loss: 6.8 | warming up, not timed')", {}, "step 24 was not timed"),
+    "longer than the budget": (
+        'print(f"Evaluated {TOKENS:,} tokens: val_bpb {VALUE:.6f}"); summary(training_seconds="9.0"); sys.exit(0)',
+        {},
+        "it trained for 9.0 s, and the time budget is 1 s",
+    ),
     "changes a fixed file": ("open('prepare.py', 'a').write('#')", {}, "the run changed prepare.py"),
 }  # fmt: skip
 
