@@ -1094,6 +1094,8 @@ def main():
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the picture or the page goes (default: beside the ledger)")
     args = parser.parse_args()
     sys.stdout.reconfigure(errors="replace")  # a terminal that can't show a description's characters
+    if args.ledger and not os.path.exists(os.path.expanduser(args.ledger)):
+        sys.exit(f"FAIL: {args.ledger}: no such ledger (without a name it is {HERE / 'results.tsv'})")
     night = read(args.ledger)
     if args.json:
         print(as_json(night))

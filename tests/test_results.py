@@ -344,7 +344,9 @@ def test_command_fails_in_one_line(tmp_path):
         done = call(*arguments)
         assert done.returncode == 1 and done.stderr.startswith("FAIL: ") and words in done.stderr and done.stderr.count("\n") == 1
     assert sorted(os.listdir(tmp_path)) == ["results.tsv"]
-    assert call("~no such user/x.tsv").stderr.startswith("FAIL: ")
+    for name in ("~no such user/x.tsv", tmp_path / "gone" / "results.tsv"):
+        done = call(name)
+        assert done.returncode == 1 and done.stderr.startswith(f"FAIL: {name}: no such ledger") and done.stderr.count("\n") == 1
 
 
 # ---- the page ---------------------------------------------------------------------------------------------------------------
