@@ -172,9 +172,12 @@ def _attend(acc, peak, total, Q, k, v, start, m0, k_t, v_t, n_keys, window, scal
         total = total * fade
         acc = acc * fade[:, None]
         peak = new_peak
-    total = total + tl.sum(P, 1)
     V = _load_rows(v, start, v_t, n_keys, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
-    acc = _dot(_narrow(P, V.dtype, FAST_BF16), V, acc)
+    narrow = _narrow(P, V.dtype, FAST_BF16)
+    if FIXED_PEAK:
+        P = narrow.to(tl.float32)  # what is summed is what is multiplied: of a single key no 1 would be left otherwise
+    total = total + tl.sum(P, 1)
+    acc = _dot(narrow, V, acc)
     return acc, peak, total
 
 
