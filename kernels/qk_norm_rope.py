@@ -42,21 +42,36 @@ def _rotate(x1, x2, cos, sin):
 
 
 @triton.jit
-def _forward(X, Y, COS, SIN, pid, T, stride_b, stride_t, stride_h, eps,
+def _tables(COS, SIN, t0, t, col, mask, HALF: tl.constexpr):
+    at = t0 * HALF + (t * HALF + col)
+    return tl.load(COS + at, mask, 0.0).to(tl.float32), tl.load(SIN + at, mask, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_rotated(X, at, COS, SIN, t0, t, col, mask, eps, HALF: tl.constexpr):
+    """Both halves of the rows at X + at, rotated; the reciprocal norms of the rows; cos and sin."""
+    x1 = tl.load(X + at, mask, 0.0).to(tl.float32)
+    x2 = tl.load(X + HALF + at, mask, 0.0).to(tl.float32)
+    cos, sin = _tables(COS, SIN, t0, t, col, mask, HALF)
+    y1, y2 = _rotate(x1, x2, cos, sin)
+    return y1, y2, tl.rsqrt(tl.sum(y1 * y1 + y2 * y2, 1, keep_dims=True) * (0.5 / HALF) + eps), cos, sin
+
+
+@triton.jit
+def _forward(X, Y, RSTD, COS, SIN, pid, T, stride_b, stride_t, stride_h, eps,
              H: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """RSTD, if it is not None, gets the reciprocal norms, in the order of Y's rows."""
     b, t0, first, t, h, col, mask = _place(pid, T, H, HALF, ROWS, BLOCK)
     X += b * stride_b + t0 * stride_t
     at = t * stride_t + h * stride_h + col
-    x1 = tl.load(X + at, mask, 0.0).to(tl.float32)
-    x2 = tl.load(X + HALF + at, mask, 0.0).to(tl.float32)
-    cos = tl.load(COS + t0 * HALF + (t * HALF + col), mask, 0.0).to(tl.float32)
-    sin = tl.load(SIN + t0 * HALF + (t * HALF + col), mask, 0.0).to(tl.float32)
-    y1, y2 = _rotate(x1, x2, cos, sin)
-    rstd = tl.rsqrt(tl.sum(y1 * y1 + y2 * y2, 1, keep_dims=True) * (0.5 / HALF) + eps)
+    y1, y2, rstd, _cos, _sin = _load_rotated(X, at, COS, SIN, t0, t, col, mask, eps, HALF)
+    row = tl.arange(0, ROWS)[:, None]
     Y += first * (2 * HALF)
-    at = tl.arange(0, ROWS)[:, None] * (2 * HALF) + col
+    at = row * (2 * HALF) + col
     tl.store(Y + at, (y1 * rstd).to(Y.dtype.element_ty), mask)
     tl.store(Y + HALF + at, (y2 * rstd).to(Y.dtype.element_ty), mask)
+    if RSTD is not None:
+        tl.store(RSTD + first + row, rstd, row < (b + 1) * T * H - first)
 
 
 @triton.jit
@@ -66,15 +81,10 @@ def _backward(DY, X, DX, COS, SIN, pid, T, stride_dy_b, stride_dy_t, stride_dy_h
     X += b * stride_b + t0 * stride_t
     DY += b * stride_dy_b + t0 * stride_dy_t
     at = t * stride_t + h * stride_h + col
-    x1 = tl.load(X + at, mask, 0.0).to(tl.float32)
-    x2 = tl.load(X + HALF + at, mask, 0.0).to(tl.float32)
+    y1, y2, rstd, cos, sin = _load_rotated(X, at, COS, SIN, t0, t, col, mask, eps, HALF)
     at = t * stride_dy_t + h * stride_dy_h + col
     g1 = tl.load(DY + at, mask, 0.0).to(tl.float32)
     g2 = tl.load(DY + HALF + at, mask, 0.0).to(tl.float32)
-    cos = tl.load(COS + t0 * HALF + (t * HALF + col), mask, 0.0).to(tl.float32)
-    sin = tl.load(SIN + t0 * HALF + (t * HALF + col), mask, 0.0).to(tl.float32)
-    y1, y2 = _rotate(x1, x2, cos, sin)
-    rstd = tl.rsqrt(tl.sum(y1 * y1 + y2 * y2, 1, keep_dims=True) * (0.5 / HALF) + eps)
     along = tl.sum(g1 * y1 + g2 * y2, 1, keep_dims=True) * (0.5 / HALF) * rstd * rstd
     dx1, dx2 = _rotate(rstd * (g1 - y1 * along), rstd * (g2 - y2 * along), cos, -sin)
     DX += first * (2 * HALF)
@@ -90,9 +100,9 @@ def qk_norm_rope_kernel(
 ):
     pid = tl.program_id(0)
     if pid < q_programs:
-        _forward(Q, OUT_Q, COS, SIN, pid, T, stride_q_b, stride_q_t, stride_q_h, eps, N_HEAD, HALF, ROWS, BLOCK)
+        _forward(Q, OUT_Q, None, COS, SIN, pid, T, stride_q_b, stride_q_t, stride_q_h, eps, N_HEAD, HALF, ROWS, BLOCK)
     else:
-        _forward(K, OUT_K, COS, SIN, pid - q_programs, T, stride_k_b, stride_k_t, stride_k_h, eps, N_KV_HEAD, HALF, ROWS, BLOCK)
+        _forward(K, OUT_K, None, COS, SIN, pid - q_programs, T, stride_k_b, stride_k_t, stride_k_h, eps, N_KV_HEAD, HALF, ROWS, BLOCK)
 
 
 @triton.jit

@@ -16,17 +16,11 @@ from torch import Tensor
 
 from ._common import forbid_double_backward, require_device, require_float
 from ._ops import add_op_namespace_prefix
-from .qk_norm_rope import EPS, MAX_HEAD_DIM, _adjacent, _place, _rotate, qk_norm_rope_ref, tile
+from .qk_norm_rope import EPS, MAX_HEAD_DIM, _adjacent, _forward, _place, _rotate, _tables, qk_norm_rope_ref, tile
 
 # The packed row's gates take a multiple of this many columns: Triton reads and writes 128 bits of a row only if it knows the stride for a
 # multiple of 16, and then so is the width of the product that makes the rows.
 GATE_COLUMNS = 16
-
-
-@triton.jit
-def _tables(COS, SIN, t0, t, col, mask, HALF: tl.constexpr):
-    at = t0 * HALF + (t * HALF + col)
-    return tl.load(COS + at, mask, 0.0).to(tl.float32), tl.load(SIN + at, mask, 0.0).to(tl.float32)
 
 
 @triton.jit
@@ -38,25 +32,6 @@ def _embedding(TABLE, IDX, t, h, col, vocab, inside, mask, H: tl.constexpr, HALF
     TABLE += token * (H * 2 * HALF)
     at = h * (2 * HALF) + col
     return tl.load(TABLE + at, mask, 0.0).to(tl.float32), tl.load(TABLE + HALF + at, mask, 0.0).to(tl.float32), known
-
-
-@triton.jit
-def _norm_rope(X, Y, RSTD, COS, SIN, pid, T, stride_b, stride_t, eps,
-               H: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    b, t0, first, t, h, col, mask = _place(pid, T, H, HALF, ROWS, BLOCK)
-    X += b * stride_b + t0 * stride_t
-    at = t * stride_t + h * (2 * HALF) + col
-    x1 = tl.load(X + at, mask, 0.0).to(tl.float32)
-    x2 = tl.load(X + HALF + at, mask, 0.0).to(tl.float32)
-    cos, sin = _tables(COS, SIN, t0, t, col, mask, HALF)
-    y1, y2 = _rotate(x1, x2, cos, sin)
-    rstd = tl.rsqrt(tl.sum(y1 * y1 + y2 * y2, 1, keep_dims=True) * (0.5 / HALF) + eps)
-    row = tl.arange(0, ROWS)[:, None]
-    Y += first * (2 * HALF)
-    at = row * (2 * HALF) + col
-    tl.store(Y + at, (y1 * rstd).to(Y.dtype.element_ty), mask)
-    tl.store(Y + HALF + at, (y2 * rstd).to(Y.dtype.element_ty), mask)
-    tl.store(RSTD + first + row, rstd, row < (b + 1) * T * H - first)
 
 
 @triton.jit
@@ -92,9 +67,9 @@ def qkv_kernel(
     K = QKV + N_HEAD * 2 * HALF
     V = K + N_KV_HEAD * 2 * HALF
     if pid < k_first:
-        _norm_rope(QKV, OUT_Q, RSTD, COS, SIN, pid, T, stride_b, stride_t, eps, N_HEAD, HALF, ROWS, BLOCK)
+        _forward(QKV, OUT_Q, RSTD, COS, SIN, pid, T, stride_b, stride_t, 2 * HALF, eps, N_HEAD, HALF, ROWS, BLOCK)
     elif pid < v_first:
-        _norm_rope(K, OUT_K, RSTD + rstd_k, COS, SIN, pid - k_first, T, stride_b, stride_t, eps, N_KV_HEAD, HALF, ROWS, BLOCK)
+        _forward(K, OUT_K, RSTD + rstd_k, COS, SIN, pid - k_first, T, stride_b, stride_t, 2 * HALF, eps, N_KV_HEAD, HALF, ROWS, BLOCK)
     else:
         b, t0, first, t, h, col, mask = _place(pid - v_first, T, N_KV_HEAD, HALF, ROWS, BLOCK)
         V += b * stride_b + t0 * stride_t
