@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from operators import assert_compiles_once
 from precision import assert_close_to_reference
 
 from kernels import gated
@@ -172,15 +173,9 @@ def test_compiles_once_without_graph_breaks(device):
     def step(g, u):
         return (swiglu(g, u) + geglu(g, u, "tanh") + relu_squared(g) + geglu_chunked(torch.cat([u, g], -1))).square().mean()
 
-    torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for seed in range(3):
-            inputs = [values((4, 64), torch.float32, device, seed + i).requires_grad_() for i in range(2)]
-            ours, exact = compiled(*inputs), step(*inputs)
-            torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
-            for a, b in zip(torch.autograd.grad(ours, inputs), torch.autograd.grad(exact, inputs)):
-                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert_compiles_once(
+        step, lambda seed: [values((4, 64), torch.float32, device, seed + i).requires_grad_() for i in range(2)], [], device
+    )
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)

@@ -6,17 +6,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from operators import assert_compiles_once, values
 from precision import assert_close_to_reference
 
 from kernels.linear import FORMS, linear, linear_backward_op, linear_op, linear_ref, weight_gradient
 
 module = import_module("kernels.linear")  # `import kernels.linear as …` is the function
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def values(shape, dtype, device, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
 
 
 def results(f, x, weight, dy):
@@ -216,15 +212,7 @@ def test_compiles_once_without_graph_breaks(autocast, device):
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
             return linear(x * 2, weight).float().square().mean()
 
-    torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for seed in range(3):
-            x = values((2, 4, 8), torch.float32, device, seed).requires_grad_()
-            ours, exact = compiled(x), step(x)
-            torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
-            for a, b in zip(torch.autograd.grad(ours, (x, weight)), torch.autograd.grad(exact, (x, weight))):
-                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert_compiles_once(step, lambda seed: [values((2, 4, 8), torch.float32, device, seed).requires_grad_()], [weight], device)
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from operators import assert_compiles_once
 from precision import assert_close_to_reference
 
 from kernels import add_norm_mlp, add_norm_mlp_ref, mlp
@@ -312,15 +313,7 @@ def test_compiles_once_without_graph_breaks(autocast, device):
                 x, update = add_norm_mlp(x, update.to(x.dtype), *weights[2 * i : 2 * i + 2])
         return (x + update).square().mean()
 
-    torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for seed in range(3):
-            x = values((4, 64), torch.float32, device, seed).requires_grad_()
-            ours, exact = compiled(x), step(x)
-            torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
-            for a, b in zip(torch.autograd.grad(ours, (x, *weights)), torch.autograd.grad(exact, (x, *weights))):
-                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    assert_compiles_once(step, lambda seed: [values((4, 64), torch.float32, device, seed).requires_grad_()], weights, device, 1e-3, 1e-4)
 
 
 def test_unsupported_input(device):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from operators import assert_compiles_once, values
 from precision import assert_close_to_reference
 
 import kernels.norm_linear as module
@@ -12,11 +13,6 @@ from kernels.norm_linear import add_norm_linear, add_norm_linear_ref, residual_m
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 BOTH = {"add": (add_norm_linear, add_norm_linear_ref), "mix": (residual_mix_norm_linear, residual_mix_norm_linear_ref)}
-
-
-def values(shape, dtype, device, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
 
 
 def inputs_for(which, shape, out, dtype, device):
@@ -269,16 +265,8 @@ def test_compiles_once_without_graph_breaks(autocast, device):
                 x, update = add_norm_linear(x, y.square().to(x.dtype), weights[2 * i + 1])
         return (x + update).square().mean()
 
-    torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for seed in range(3):
-            x = values((4, 64), torch.float32, device, seed).requires_grad_()
-            ours, exact = compiled(x), step(x)
-            torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
-            inputs = x, resid, embed, *weights
-            for a, b in zip(torch.autograd.grad(ours, inputs), torch.autograd.grad(exact, inputs)):
-                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    draw = lambda seed: [values((4, 64), torch.float32, device, seed).requires_grad_()]
+    assert_compiles_once(step, draw, [resid, embed, *weights], device, 1e-3, 1e-4)
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)

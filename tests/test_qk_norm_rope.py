@@ -6,24 +6,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from operators import assert_compiles_once, tables, values
 from precision import assert_close_to_reference
 
 from kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_backward_op, qk_norm_rope_op, qk_norm_rope_ref
 
 module = import_module("kernels.qk_norm_rope")  # `import kernels.qk_norm_rope as …` is the function
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def values(shape, dtype, device, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
-
-
-def tables(T, head_dim, device, dtype=torch.bfloat16, base=10000):
-    """As a model makes them: computed in float32, stored in bfloat16."""
-    frequency = 1.0 / base ** (torch.arange(0, head_dim, 2, device=device).float() / head_dim)
-    angle = torch.outer(torch.arange(T, device=device).float(), frequency)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def results(f, q, k, cos, sin, gradients):
@@ -166,14 +155,7 @@ def test_compiles_once_without_graph_breaks(device):
         q, k = qk_norm_rope(q * 2, k, cos, sin)
         return (q.square() * 2).mean() + (k * v).sum()
 
-    torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for seed in range(3):
-            qkv = values((2, 5, 8, 64), torch.float32, device, seed).requires_grad_()
-            ours, exact = compiled(qkv), step(qkv)
-            torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(torch.autograd.grad(ours, qkv), torch.autograd.grad(exact, qkv), rtol=1e-4, atol=1e-5)
+    assert_compiles_once(step, lambda seed: [values((2, 5, 8, 64), torch.float32, device, seed).requires_grad_()], [], device)
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from operators import assert_compiles_once, tables, values
 from precision import assert_close_to_reference
 
 from kernels.qk_norm_rope import qk_norm_rope
@@ -14,18 +15,6 @@ from kernels.qkv import gate_columns, qkv_backward_op, qkv_norm_rope, qkv_norm_r
 module = import_module("kernels.qkv")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 VOCAB = 17
-
-
-def values(shape, dtype, device, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
-
-
-def tables(T, head_dim, device, dtype=torch.bfloat16, base=10000):
-    """As a model makes them: computed in float32, stored in bfloat16."""
-    frequency = 1.0 / base ** (torch.arange(0, head_dim, 2, device=device).float() / head_dim)
-    angle = torch.outer(torch.arange(T, device=device).float(), frequency)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def arguments(B, T, n_head, n_kv_head, head_dim, dtype, device, residual=True, seed=0):
@@ -304,16 +293,11 @@ def test_compiles_once_without_graph_breaks(device):
         q, k, v = qkv_norm_rope(qkv * 2, *packed[1:5], idx, table)
         return q.square().mean() + (k * v).sum() + sum(y.pow(3).sum() for y in qkv_norm_rope(qkv[..., :512], *packed[1:5]))
 
-    torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for seed in range(3):
-            qkv, *_, idx, _ = arguments(2, 5, 4, 2, 64, torch.float32, device, seed=seed)
-            inputs = qkv.requires_grad_(), table
-            ours, exact = compiled(qkv, idx), step(qkv, idx)
-            torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
-            for a, b in zip(torch.autograd.grad(ours, inputs), torch.autograd.grad(exact, inputs)):
-                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    def draw(seed):
+        qkv, *_, idx, _ = arguments(2, 5, 4, 2, 64, torch.float32, device, seed=seed)
+        return qkv.requires_grad_(), idx
+
+    assert_compiles_once(step, draw, [table], device, 1e-4, 1e-4)
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)

@@ -4,17 +4,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from operators import assert_compiles_once, values
 from precision import assert_close_to_reference
 
 import kernels.residual_mix as module
 from kernels.residual_mix import residual_mix_norm, residual_mix_norm_backward_op, residual_mix_norm_op, residual_mix_norm_ref
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def values(shape, dtype, device, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
 
 
 def lambdas(device, resid=0.9, embed=0.1):
@@ -157,15 +153,7 @@ def test_compiles_once_without_graph_breaks(device):
             x = x + y.square()
         return x.square().mean()
 
-    torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for seed in range(3):
-            x = values((4, 64), torch.float32, device, seed).requires_grad_()
-            ours, exact = compiled(x), step(x)
-            torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
-            for a, b in zip(torch.autograd.grad(ours, (x, resid, embed)), torch.autograd.grad(exact, (x, resid, embed))):
-                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert_compiles_once(step, lambda seed: [values((4, 64), torch.float32, device, seed).requires_grad_()], [resid, embed], device)
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)

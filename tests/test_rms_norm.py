@@ -6,16 +6,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from operators import assert_compiles_once, values
 from precision import assert_close_to_reference
 
 from kernels.rms_norm import add_rms_norm, add_rms_norm_op, add_rms_norm_ref, rms_norm, rms_norm_backward_op, rms_norm_op, rms_norm_ref
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def values(shape, dtype, device, seed=0, scale=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(device=device, dtype=dtype)
 
 
 def results(f, inputs, gradients, eps):
@@ -230,15 +226,8 @@ def test_compiles_once_without_graph_breaks(device):
         h, y = add_rms_norm(x, r, w)
         return (rms_norm(y * 2, w) + h).square().mean()
 
-    torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for seed in range(3):
-            x, r = (values((4, 64), torch.float32, device, seed + i).requires_grad_() for i in range(2))
-            ours, exact = compiled(x, r), step(x, r)
-            torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
-            for a, b in zip(torch.autograd.grad(ours, (x, r, w)), torch.autograd.grad(exact, (x, r, w))):
-                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    draw = lambda seed: [values((4, 64), torch.float32, device, seed + i).requires_grad_() for i in range(2)]
+    assert_compiles_once(step, draw, [w], device)
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
