@@ -21,6 +21,10 @@ import prepare
 OUTPUT_LIMIT, GRADIENT_LIMIT = 2.0, 3.0  # times the error of torch's own mathematics in the same precision, against float32
 
 
+class NoneUsable(RuntimeError):
+    """Nothing that may be used runs here and gives right numbers."""
+
+
 # ---- attention: q (B, T, n_head, head_dim), k and v (B, T, n_kv_head, head_dim) → (B, T, n_head, head_dim) -----------------------------
 
 
@@ -99,36 +103,31 @@ def _relative_errors(results, exact):
 
 
 def _reference(window, T, q, k, v, dy):
-    """Output and gradients of torch's plain mathematics in the tensors' own precision, with a dense mask."""
-    mask = _dense_mask(window, T, q.device)
+    """Output and gradients of torch's plain mathematics in the tensors' own precision."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return _forward_backward(sdpa(window, T, q.device), q, k, v, dy)
 
-    def attend(q, k, v):
-        grouped = q.size(2) != k.size(2)
-        with sdpa_kernel(SDPBackend.MATH):
-            y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), attn_mask=mask, enable_gqa=grouped)
-        return y.transpose(1, 2)
 
-    return _forward_backward(attend, q, k, v, dy)
+def _random_inputs(shape, device, dtype=torch.bfloat16):
+    """q, k, v and the output's gradient, by a generator of their own: a run's random numbers must not depend on what was tried before."""
+    B, T, n_head, n_kv_head, head_dim = shape
+    generator = torch.Generator(device).manual_seed(0)
+    heads = n_head, n_kv_head, n_kv_head, n_head
+    return [torch.randn((B, T, n, head_dim), generator=generator, device=device).to(dtype) for n in heads]
 
 
 def check_attention(attend, window, shape, device, dtype=torch.bfloat16):
     """What is wrong with `attend` at this shape (B, T, n_head, n_kv_head, head_dim), in a few words; None if nothing is."""
-    B, T, n_head, n_kv_head, head_dim = shape
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(heads):
-        return torch.randn((B, T, heads, head_dim), generator=generator, device=device).to(dtype)
-
-    q, k, v, dy = normal(n_head), normal(n_kv_head), normal(n_kv_head), normal(n_head)
+    B, T = shape[:2]
+    inputs = _random_inputs(shape, device, dtype)
     try:
-        ours = _forward_backward(attend, q, k, v, dy)
+        ours = _forward_backward(attend, *inputs)
     except Exception as e:  # whatever a build that lacks it raises
         return f"not available ({type(e).__name__}: {' '.join(str(e).split())[:100]})"
     for row in {0, B - 1}:  # the first and the last: between them lies every offset that could overflow
         part = slice(row, row + 1)
-        inputs = [t[part] for t in (q, k, v, dy)]
-        exact = _reference(window, T, *(t.float() for t in inputs))
-        low = _relative_errors(_reference(window, T, *inputs), exact)
+        exact = _reference(window, T, *(t[part].float() for t in inputs))
+        low = _relative_errors(_reference(window, T, *(t[part] for t in inputs)), exact)
         errors = _relative_errors([t[part] for t in ours], exact)
         for name, error, plain, factor in zip(("output", "dq", "dk", "dv"), errors, low, (OUTPUT_LIMIT, *[GRADIENT_LIMIT] * 3)):
             if not error <= factor * plain:  # NaN too
@@ -153,19 +152,14 @@ def _milliseconds(f, device, repeats=10):
 
 def _try_attention(name, window, shape, device):
     """Milliseconds of forward and backward, or what is wrong."""
-    B, T, n_head, n_kv_head, head_dim = shape
-    attend = ATTENTION[name](window, T, device)
+    attend = ATTENTION[name](window, shape[1], device)
     if name == "flex":
         attend = torch.compile(attend, dynamic=False)
     wrong = check_attention(attend, window, shape, device)
     if wrong:
         return wrong
-    generator = torch.Generator(device).manual_seed(0)  # the run's own random numbers must not depend on whether this was measured before
-    q, k, v, dy = (
-        torch.randn((B, T, heads, head_dim), generator=generator, device=device).bfloat16()
-        for heads in (n_head, n_kv_head, n_kv_head, n_head)
-    )
-    return _milliseconds(lambda: _forward_backward(attend, q, k, v, dy), device)
+    inputs = _random_inputs(shape, device)
+    return _milliseconds(lambda: _forward_backward(attend, *inputs), device)
 
 
 def choose_attention(asked, windows, shape, device, kernels=True):
@@ -173,14 +167,18 @@ def choose_attention(asked, windows, shape, device, kernels=True):
 
     asked: "auto", the name of a backend, or "full", which is torch's attention over the whole context whatever the window is.
     kernels: whether "auto" may choose this project's. Where it may, FlexAttention is not tried: each window costs it a compilation of
-    some ten seconds, and it was slower wherever both were measured. RuntimeError if nothing that may be used gives right numbers.
+    some ten seconds, and it was slower wherever both were measured. NoneUsable if nothing that may be used gives right numbers.
     """
     T = shape[1]
     if asked == "full":
         return dict.fromkeys(windows, sdpa(T, T, device)), "full (sdpa)"
     if device.type == "cpu":
         name = "sdpa" if asked == "auto" else asked
-        return {w: ATTENTION[name](w, T, device) for w in windows}, name
+        chosen = {w: ATTENTION[name](w, T, device) for w in windows}
+        for w, attend in chosen.items() if asked != "auto" else ():
+            if wrong := check_attention(attend, w, (1, *shape[1:]), device):
+                raise NoneUsable(f"attention up to {w} by {name}: {wrong}")
+        return chosen, name
     candidates = ("kernels" if kernels else "flex", "flash", "sdpa") if asked == "auto" else (asked,)
     return _fastest_attention(windows, shape, device, candidates)
 
@@ -195,7 +193,7 @@ def _fastest_attention(windows, shape, device, candidates):
         for n, reason in wrong.items():
             print(f"Attention up to {window} by {n} is not used: {reason}")
         if not times:
-            raise RuntimeError(f"no attention gives right numbers for a window of {window} here: {wrong}")
+            raise NoneUsable(f"no attention gives right numbers for a window of {window} here: {wrong}")
         best = min(times, key=times.get)
         chosen[window] = ATTENTION[best](window, shape[1], device)
         names.append(f"{best} up to {window}")
@@ -208,36 +206,41 @@ def _fastest_attention(windows, shape, device, candidates):
 
 
 def choose_weight_gradients(shapes, rows, device):
-    """Set kernels.linear.WEIGHT_GRADIENT for weights of these (out, in) shapes; returns what was chosen in words, "" where nothing is.
+    """Set kernels.linear.WEIGHT_GRADIENT for weights of these (out, in) shapes, and print what was chosen. NoneUsable as above.
 
     Only on AMD: hipBLASLt's product of that layout is two to four times slow on gfx1151, rocBLAS's is not (ROCm/TheRock#5314).
     """
-    if device.type == "cpu" or not torch.version.hip:
-        return ""
-    from kernels import linear
+    if not torch.version.hip:
+        return
+    from kernels.linear import WEIGHT_GRADIENT  # `kernels.linear` by itself is the function of that name
 
     words = []
     for out, in_ in sorted(set(shapes)):
         key = "weight gradient", out, in_, rows
-        times = _remembered(key, device, lambda o=out, i=in_: _try_weight_gradients(linear, o, i, rows, device))
+        times = _remembered(key, device, lambda o=out, i=in_: _try_weight_gradients(o, i, rows, device))
+        if not times:
+            raise NoneUsable(f"no product gives the right gradient of a weight of {out}x{in_} here")
         best = min(times, key=times.get)
         form, library = best.split(" by ")
-        linear.WEIGHT_GRADIENT[out, in_] = form, library
+        WEIGHT_GRADIENT[out, in_] = form, library
         words.append(f"{out}x{in_} {best} ({times[best]:.2f} ms, slowest {max(times.values()):.2f})")
-    return ", ".join(words)
+    print(f"Weight gradients: {', '.join(words)}")
 
 
-def _try_weight_gradients(linear, out, in_, rows, device):
+def _try_weight_gradients(out, in_, rows, device):
+    """{"form by library": milliseconds} of those with right numbers."""
+    from kernels.linear import FORMS, WEIGHT_GRADIENT, weight_gradient
+
     generator = torch.Generator(device).manual_seed(0)
     dy, x = (torch.randn((rows, n), generator=generator, device=device).bfloat16() for n in (out, in_))
     exact = (dy[:4096].float().t() @ x[:4096].float()).double()
     times = {}
     for library in ("cublaslt", "cublas"):  # torch's names; on AMD hipBLASLt and rocBLAS
-        for form in linear.FORMS:
-            linear.WEIGHT_GRADIENT[out, in_] = form, library
-            result = linear.weight_gradient(dy[:4096], x[:4096], torch.float32).double()
+        for form in FORMS:
+            WEIGHT_GRADIENT[out, in_] = form, library
+            result = weight_gradient(dy[:4096], x[:4096], torch.float32).double()
             if (result - exact).norm() <= 0.01 * exact.norm():
-                times[f"{form} by {library}"] = _milliseconds(lambda: linear.weight_gradient(dy, x, torch.float32), device)
+                times[f"{form} by {library}"] = _milliseconds(lambda: weight_gradient(dy, x, torch.float32), device)
     return times
 
 
@@ -254,14 +257,9 @@ def _here(device):
 
 def _remembered(what, device, measure):
     """`measure()`, or what it gave here before. The file holds JSON alone; one that can't be read is made anew."""
-    path = os.environ.get("AUTORESEARCH_BACKENDS") or os.path.join(prepare.CACHE_DIR, "backends.json")
+    path = os.path.join(prepare.CACHE_DIR, "backends.json")
     key = json.dumps([*_here(device), *what])
-    try:
-        with open(path) as f:
-            known = json.load(f)
-        assert isinstance(known, dict)
-    except (OSError, ValueError, AssertionError):
-        known = {}
+    known = prepare.read_json(path) or {}
     if key not in known:
         known[key] = measure()
         with prepare.replace_file(path, "w") as f:

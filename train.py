@@ -197,9 +197,7 @@ class GPT(nn.Module):
         if FUSED:
             layers = [(b.attn.packed_weight(), b.attn.c_proj.weight, b.mlp.c_fc.weight, b.mlp.c_proj.weight) for b in self.transformer.h]
             shapes = {tuple(w.shape) for w in (*sum(layers, ()), self.lm_head.weight)}
-            words = backends.choose_weight_gradients(shapes, batch_size * config.sequence_len, device)
-            if words:
-                print(f"Weight gradients: {words}")
+            backends.choose_weight_gradients(shapes, batch_size * config.sequence_len, device)
 
     @torch.no_grad()
     def init_weights(self):
@@ -507,7 +505,10 @@ def build_model(config, device):
         model = GPT(config)  # with torch's own first values, which stay where init_weights sets no others
     prepare.seed_everything()  # so that they cost no draw of ours
     model.init_weights()
-    model.choose_backends(DEVICE_BATCH_SIZE)
+    try:
+        model.choose_backends(DEVICE_BATCH_SIZE)
+    except backends.NoneUsable as e:  # of those asked for: the experiment's fault; of all: the machine's
+        fail(e, machine.EXIT_ENVIRONMENT if ATTENTION == "auto" else 1)
     return model
 
 

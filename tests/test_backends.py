@@ -3,7 +3,9 @@
 There is no GPU to time on in CI: there `_milliseconds` and the device's name are stand-ins, all the rest is real.
 """
 
+import contextlib
 import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -74,7 +76,7 @@ def test_a_wrong_one_is_named_and_never_used(cpu, monkeypatch, capsys, kind):
     chosen, names = choose(windows=(WINDOW,))
     assert names == f"sdpa up to {WINDOW}"
     assert f"Attention up to {WINDOW} by kernels is not used: wrong numbers" in capsys.readouterr().out
-    with pytest.raises(RuntimeError, match="no attention gives right numbers"):
+    with pytest.raises(backends.NoneUsable, match="no attention gives right numbers"):
         choose("kernels", windows=(WINDOW,))
 
 
@@ -104,6 +106,60 @@ def test_one_that_is_missing_is_passed_over(cpu, monkeypatch):
 
     monkeypatch.setitem(backends.ATTENTION, "kernels", missing)
     assert choose()[1] == f"sdpa up to {WINDOW}, sdpa up to 64"
+
+
+def test_one_that_is_asked_for_must_run_here():
+    """On a CPU nothing is timed, but what is named is tried."""
+    cpu = torch.device("cpu")
+    assert backends.choose_attention("sdpa", {WINDOW, 64}, SHAPE, cpu)[1] == "sdpa"
+    with pytest.raises(backends.NoneUsable, match=f"attention up to {WINDOW} by flash: not available"):
+        backends.choose_attention("flash", {WINDOW}, SHAPE, cpu)
+
+
+@pytest.fixture
+def weight_gradients(monkeypatch, tmp_path):
+    """`choose()` of a ROCm build, which is a stand-in, as is the time of each choice: (form, library) → ms, 5 for the others."""
+    linear, times = import_module("kernels.linear"), {}
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    monkeypatch.setattr(prepare, "CACHE_DIR", str(tmp_path))
+    for form, product in linear.FORMS.items():
+        monkeypatch.setitem(linear.FORMS, form, product)  # so that what a test puts there goes again
+    monkeypatch.setitem(linear.WEIGHT_GRADIENT, (8, 16), None)
+    monkeypatch.setattr(linear, "blas", lambda library: contextlib.nullcontext())
+    monkeypatch.setattr(backends, "_here", lambda device: ["a device"])
+    monkeypatch.setattr(backends, "_milliseconds", lambda f, device: (f(), times.get(linear.WEIGHT_GRADIENT[8, 16], 5.0))[1])
+
+    def choose():
+        backends.choose_weight_gradients([(8, 16), (8, 16)], 32, torch.device("cpu"))
+        return linear.WEIGHT_GRADIENT[8, 16]
+
+    return choose, times, linear
+
+
+def test_the_fastest_weight_gradient_is_chosen_and_remembered(weight_gradients, capsys):
+    choose, times, _ = weight_gradients
+    times["copied", "cublas"] = 1.0
+    assert choose() == ("copied", "cublas")
+    assert capsys.readouterr().out == "Weight gradients: 8x16 copied by cublas (1.00 ms, slowest 5.00)\n"
+    times["direct", "cublas"] = 0.5
+    assert choose() == ("copied", "cublas"), "what was found before is used"
+
+
+def test_a_wrong_weight_gradient_is_never_chosen(weight_gradients):
+    choose, times, linear = weight_gradients
+    right = linear.FORMS["copied"]
+    linear.FORMS["copied"] = lambda *a: 1.1 * right(*a)
+    times |= {("copied", "cublas"): 0.1, ("transposed", "cublaslt"): 1.0}
+    assert choose() == ("transposed", "cublaslt")
+    Path(prepare.CACHE_DIR, "backends.json").unlink()
+    linear.FORMS.update(dict.fromkeys(linear.FORMS, linear.FORMS["copied"]))
+    with pytest.raises(backends.NoneUsable, match="no product gives the right gradient of a weight of 8x16"):
+        choose()
+
+
+def test_nothing_is_chosen_where_products_are_not_rocms(monkeypatch):
+    monkeypatch.setattr(backends, "_try_weight_gradients", lambda *a: pytest.fail("tried"))
+    backends.choose_weight_gradients([(8, 16)], 32, DEVICE)
 
 
 @pytest.mark.gpu

@@ -194,6 +194,7 @@ def test_training_loop(demo, monkeypatch, capsys):
     (dict(DEPTH=1, ASPECT_RATIO=16, HEAD_DIM=16), "makes n_embd 16"),
     (dict(WINDOW_PATTERN="'SXL'"), "WINDOW_PATTERN 'SXL'"),
     (dict(ATTENTION="'fast'"), "ATTENTION 'fast'"),
+    (dict(ATTENTION="'flash'"), "by flash: not available"),
 ])  # fmt: skip
 def test_sizes_that_do_not_fit(demo, tmp_path, edits, message):
     done = run(clone(tmp_path, **edits))
