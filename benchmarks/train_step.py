@@ -79,7 +79,8 @@ def build(variant, device, vocabulary=VOCABULARY):
     return model, lambda idx, targets, reduction="mean": compiled(model, idx, targets, reduction)
 
 
-def measure(variant, tokens, micro_batch, loader, steps):
+def measure(variant, tokens, micro_batch, loader, steps, cache):
+    prepare.CACHE_DIR = cache  # of what is compiled and tuned; the dataset stays where it was found
     if not torch.cuda.is_available():
         sys.exit("train_step.py: needs a GPU that torch can use")
     train.TOTAL_BATCH_SIZE, train.DEVICE_BATCH_SIZE = tokens, micro_batch
@@ -183,10 +184,11 @@ def evaluation_speed(loss_of, model, batch, device, recorded):
 
 def child(variant, tokens, micro_batch, loader, steps, cache):
     command = [sys.executable, __file__, "--one", variant, "--batches", f"{tokens}/{micro_batch}", "--steps", str(steps)]
+    command += ["--cache", cache]
+    os.makedirs(cache, exist_ok=True)
     environment = {**os.environ, "AUTORESEARCH_DATASET": os.environ.get("AUTORESEARCH_DATASET", "climbmix")}
-    for name, folder in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
-        environment[name] = os.path.join(cache, folder)
-    environment["AUTORESEARCH_BACKENDS"] = os.path.join(cache, "backends.json")
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):  # train.py's own are in the cache
+        environment.pop(name, None)
     done = subprocess.run([*command, *(["--loader"] if loader else [])], env=environment, stdout=subprocess.PIPE, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not lines:
@@ -261,10 +263,11 @@ def main():
     parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--report", action="store_true", help="make the table again from what is there")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--cache", help=argparse.SUPPRESS)
     args = parser.parse_args()
     batches = [tuple(map(int, b.split("/"))) for b in args.batches.split(",")]
     if args.one:
-        measure(args.one, *batches[0], args.loader, args.steps)
+        measure(args.one, *batches[0], args.loader, args.steps, args.cache)
         return
     kept = args.out / "train_step.jsonl"
     if not args.report:
