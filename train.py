@@ -28,7 +28,9 @@ from prepare import EVAL_TOKENS, MAX_SEQ_LEN, TIME_BUDGET, WARMUP_STEPS, Tokeniz
 
 try:
     import kernels  # this project's, see kernels/README.md
-except ImportError:  # a bare CPU, without Triton
+except ModuleNotFoundError as e:
+    if e.name != "triton":  # which a bare CPU is without
+        raise
     kernels = None
 
 # ---------------------------------------------------------------------------
@@ -639,7 +641,8 @@ def main():
         counts, flops_per_token = model.num_scaling_params(), model.estimate_flops()
         print(f"Model: {config}")
         print("Parameters: " + ", ".join(f"{name} {count:,}" for name, count in counts.items()))
-        print(f"Attention: {model.attention}; {flops_per_token:.3e} FLOPs per token")
+        steps_by = "fused kernels" if FUSED else "plain PyTorch, compiled" if COMPILE else "plain PyTorch"
+        print(f"Attention: {model.attention}; the rest: {steps_by}; {flops_per_token:.3e} FLOPs per token")
         optimizer = model.setup_optimizer(UNEMBEDDING_LR, EMBEDDING_LR, MATRIX_LR, WEIGHT_DECAY, ADAM_BETAS, SCALAR_LR)
         loader = make_dataloader(tokenizer, DEVICE_BATCH_SIZE, MAX_SEQ_LEN, "train")
         if os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK):

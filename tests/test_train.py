@@ -225,6 +225,30 @@ def test_out_of_memory_says_what_to_lower(demo, tmp_path):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (FileNotFoundError(2, "No such file or directory", "notes.txt"), 1),  # a path that train.py names
+        (IsADirectoryError(21, "Is a directory", "notes"), 1),
+        (OSError(28, "No space left on device"), machine.EXIT_ENVIRONMENT),
+        (prepare.DataError("the tokens are gone"), machine.EXIT_ENVIRONMENT),
+        (prepare.NoResult("val_bpb is nan"), 1),
+        (torch.OutOfMemoryError("CUDA out of memory"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_end_has_its_line_and_exit_code(capsys, error, code):
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as end:
+        machine.run(main, "with DEVICE_BATCH_SIZE 8: use 4")
+    line = capsys.readouterr().err
+    assert end.value.code == code and line.startswith("FAIL: ") and line.count("\n") == 1
+    assert (str(error) or "interrupted") in line and ("use 4" in line) == isinstance(error, torch.OutOfMemoryError)
+
+
 def test_absurd_losses_are_no_result(demo, tmp_path):
     folder = clone(tmp_path, DEPTH=1)
     source = (folder / "train.py").read_text()
@@ -531,6 +555,7 @@ def test_what_cant_be_recorded_runs_unrecorded(capsys):
     assert machine.record(lambda x: x * x.sum().item(), x) is None
     assert "No CUDA graph" in capsys.readouterr().out
     assert (x * 2).sum().item() == 6, "the device goes on working"
+    assert torch.randn(9, device=DEVICE).isfinite().all(), "its random numbers too"
 
 
 @pytest.mark.gpu
