@@ -27,13 +27,14 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]
 from checkout import Checkout
 
-import experiment
+from loop.files import read_bytes
+from loop.processes import processes
 
 
 def kill_supervisor(checkout):
     mark = f"{checkout.folder / 'experiment.py'}\0_supervise".encode()
-    for process in experiment.processes():
-        if mark in (experiment.read_bytes(f"/proc/{process['pid']}/cmdline") or b""):
+    for process in processes():
+        if mark in (read_bytes(f"/proc/{process['pid']}/cmdline") or b""):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process["pid"], signal.SIGKILL)
 
@@ -93,9 +94,7 @@ def main():
         assert found == expected, "the ledger is not what happened"
         assert not list(checkout.folder.glob(".git/worktrees/*")) and not list(checkout.folder.glob("runs/new*"))
         assert checkout.best_value() == best and checkout.is_clean() and os.listdir(checkout.folder / "worktrees") == []
-        assert not [
-            p for p in experiment.processes() if f"{folder}".encode() in (experiment.read_bytes(f"/proc/{p['pid']}/cmdline") or b"")
-        ]
+        assert not [p for p in processes() if f"{folder}".encode() in (read_bytes(f"/proc/{p['pid']}/cmdline") or b"")]
     with open(arguments.out / "loop.csv", "w", newline="") as f:
         writer = csv.writer(f)
         writer.writerow(("experiments", "turn_seconds", "turn_characters", "status_seconds", "status_lines", "disturbed"))

@@ -13,14 +13,15 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import experiment
+from loop.files import RUNS
+from loop.supervisor import PRUNE_COUNT, PRUNE_FROM, PRUNE_RATIO, at_progress
 
 
 def stopped_at(losses, reference, start, ratio, count):
     """The progress at which a run with these losses would be stopped, None if it would not."""
     worse = 0
     for progress, loss in losses:
-        best = experiment.at_progress(reference, progress)
+        best = at_progress(reference, progress)
         worse = worse + 1 if best and progress >= start and loss > best * ratio else 0
         if worse >= count:
             return progress
@@ -29,7 +30,7 @@ def stopped_at(losses, reference, start, ratio, count):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="*", type=Path, default=[Path(experiment.RUNS)])
+    parser.add_argument("runs", nargs="*", type=Path, default=[Path(RUNS)])
     series = {}
     for folder in parser.parse_args().runs:
         for path in folder.glob("*/outcome.json"):
@@ -42,7 +43,7 @@ def main():
     better = sum(b["summary"]["val_bpb"] < a["summary"]["val_bpb"] for a, b in pairs)
     print(f"{sum(map(len, series.values()))} runs, {len(pairs)} pairs; in {better} what is tried is better than the best in the end")
     print("from\tratio\tin a row\tstopped of the worse\tmean progress\tstopped of the better")
-    used = (experiment.PRUNE_FROM, experiment.PRUNE_RATIO, experiment.PRUNE_COUNT)
+    used = (PRUNE_FROM, PRUNE_RATIO, PRUNE_COUNT)
     for rule in [used, (0.3, 1.01, 3), (0.3, 1.02, 3), (0.3, 1.05, 3), (0.5, 1.02, 3), (0.5, 1.03, 3)]:
         right, wrong = [], []
         for best, run in pairs:

@@ -30,6 +30,7 @@ class Checkout:
         (self.folder / "venv" / "bin" / "python").symlink_to(os.path.realpath(sys.executable))
         for name in ("experiment.py", ".gitignore", ".gitattributes"):
             shutil.copy(PROJECT / name, self.folder)
+        shutil.copytree(PROJECT / "loop", self.folder / "loop", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(PROJECT / "tests" / "standin_train.py", self.train)
         (self.folder / "prepare.py").write_text("TIME_BUDGET = 1\nWARMUP_STEPS = 11\n\ndef evaluate_bpb():\n    return 1\n")
         (self.folder / "program.md").write_text("instructions\n")

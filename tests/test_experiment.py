@@ -16,7 +16,7 @@ import pytest
 from checkout import RUN_SH, Checkout
 from conftest import PROJECT
 
-import experiment
+from loop import files, processes, proposal, verdict
 
 HOOK = """
 import os, signal, sys
@@ -24,7 +24,7 @@ role, _, where = os.environ.get("KILL", "").partition(":")
 if any(a.endswith("experiment.py") for a in sys.orig_argv) and role == ("supervisor" if "_supervise" in sys.orig_argv else "caller"):
     name, event = where.split(":")
     def hook(frame, kind, argument):
-        if kind == event and frame.f_code.co_name == name and frame.f_code.co_filename.endswith("experiment.py"):
+        if kind == event and frame.f_code.co_name == name and "a project" in frame.f_code.co_filename:
             os.kill(os.getpid(), signal.SIGKILL)
     sys.setprofile(hook)
 """
@@ -334,13 +334,13 @@ def test_what_survives_sigkill_asks_for_a_reboot(monkeypatch):
     """A driver that hangs is simulated: signals to the process, which is real, are dropped."""
     process = subprocess.Popen(["sleep", "60"], env={"AUTORESEARCH_RUN": "0123"})
     try:
-        wait_until(lambda: list(experiment.processes_of("0123", None)) == [process.pid])
-        monkeypatch.setitem(experiment.LIMITS, "kill", 0.2)
+        wait_until(lambda: list(processes.processes_of("0123", None)) == [process.pid])
+        monkeypatch.setitem(files.LIMITS, "kill", 0.2)
         with monkeypatch.context() as patch:
-            patch.setattr(experiment.os, "kill", lambda pid, number: None)
-            assert experiment.end_processes("0123", None, grace=0.1) == [process.pid]
-        assert "reboot" in experiment.unkillable([process.pid])
-        assert experiment.end_processes("0123", None, grace=1) == []
+            patch.setattr(processes.os, "kill", lambda pid, number: None)
+            assert processes.end_processes("0123", None, grace=0.1) == [process.pid]
+        assert "reboot" in processes.unkillable([process.pid])
+        assert processes.end_processes("0123", None, grace=1) == []
     finally:
         process.kill()
         process.wait()
@@ -467,7 +467,7 @@ def test_crash(shared, name):
     assert shared.rows[-1][1:] == ["0.000000", "0.0", "crash", name]
     assert shared.is_clean() and shared.train.read_text() == best and (shared.folder / f"runs/{number}/train.py").read_text() == tried
     assert f"cp runs/{number}/train.py train.py" in output
-    assert not list(experiment.processes_of(shared.run_json(number, "turn")["token"], None))
+    assert not list(processes.processes_of(shared.run_json(number, "turn")["token"], None))
 
 
 def test_children_that_outlive_the_run_are_ended(series):
@@ -579,8 +579,8 @@ def test_killed_supervisor_takes_the_run_with_it(series):
     series.call("try", "idea", "--wait", 0, code=75)
     log = series.folder / "runs/2/run.log"
     wait_until(lambda: log.exists() and re.search(r"pid \d+\n", log.read_text()))
-    for process in experiment.processes():
-        command = experiment.read_bytes(f"/proc/{process['pid']}/cmdline") or b""
+    for process in processes.processes():
+        command = files.read_bytes(f"/proc/{process['pid']}/cmdline") or b""
         if b"_supervise\0002\0" in command and str(series.folder).encode() in command:
             os.kill(process["pid"], signal.SIGKILL)
     output = series.call("wait", code=4)
@@ -645,7 +645,7 @@ def test_verdict_is_a_pure_function():
     turn = {"kind": "try", "bar": 2.0, "floor": 0.01, "margin": 0.0, "simpler": False}
 
     def of(value, state="valid", **changes):
-        return experiment.verdict(turn | changes, {"state": state, "summary": {"val_bpb": value}, "reason": None})
+        return verdict.verdict(turn | changes, {"state": state, "summary": {"val_bpb": value}, "reason": None})
 
     assert of(1.999999) == "keep" and of(2.0) == of(2.1) == "discard"
     assert of(1.995, margin=1.0) == "discard" and of(1.985, margin=1.0) == "keep"
@@ -657,18 +657,18 @@ def test_verdict_is_a_pure_function():
 def test_changed_names():
     old = "A, B = 1, 2\nif A == 1:\n    C, D = 3, 4\nclass M:\n    def f(self):\n        return 1\n    def g(self):\n        return 2\n"
     new = old.replace("3, 4", "3, 5").replace("return 2", "return 3").replace("A, B = 1, 2", "A, B = 1, 2\nE = 7")
-    assert experiment.changed_names(experiment.parse(old.encode()), experiment.parse(new.encode())) == ["E", "D", "M.g"]
+    assert proposal.changed_names(proposal.parse(old.encode()), proposal.parse(new.encode())) == ["E", "D", "M.g"]
 
 
 def test_real_train_py_is_allowed():
     """The real train.py as it is meddles with nothing, so that every edit of it is looked at."""
-    tree = experiment.parse((PROJECT / "train.py").read_bytes())
-    assert {what for what, _ in experiment.meddling(tree)} == {"uses AUTORESEARCH_RUN"}
+    tree = proposal.parse((PROJECT / "train.py").read_bytes())
+    assert {what for what, _ in proposal.meddling(tree)} == {"uses AUTORESEARCH_RUN"}
     for name in ("TIME_BUDGET", "WARMUP_STEPS", "EVAL_TOKENS"):
         text = (PROJECT / "train.py").read_text()
-        with pytest.raises(experiment.Refusal, match=f"changes prepare.{name}"):
-            experiment.check_program(experiment.parse(f"{text}\n{name} = 10**6\n".encode()), tree, "HEAD")
-    assert {"DEPTH", "EMBEDDING_LR", "MLP.forward", "train"} <= set(experiment.parts(tree))
+        with pytest.raises(files.Refusal, match=f"changes prepare.{name}"):
+            proposal.check_program(proposal.parse(f"{text}\n{name} = 10**6\n".encode()), tree, "HEAD")
+    assert {"DEPTH", "EMBEDDING_LR", "MLP.forward", "train"} <= set(proposal.parts(tree))
 
 
 # ---- what a tester found ------------------------------------------------------------------------------------------------------
@@ -796,10 +796,10 @@ def test_gits_line_ends_are_left_alone(fresh, setting):
 
 def test_a_run_that_trains_longer_is_told():
     outcome = lambda seconds: {"seconds": {"training": seconds}}
-    assert "780 s" in experiment.longer(outcome(780), outcome(620))
+    assert "780 s" in verdict.longer(outcome(780), outcome(620))
     for took, before in ((700, 620), (25, 6), (600, None), (None, 600)):
-        assert experiment.longer(outcome(took), outcome(before)) is None
-    assert experiment.longer(outcome(600), {}) is None
+        assert verdict.longer(outcome(took), outcome(before)) is None
+    assert verdict.longer(outcome(600), {}) is None
 
 
 def test_what_a_series_was_begun_with_is_not_guessed(fresh):

@@ -1,0 +1,145 @@
+"""Where the loop keeps what, its limits, and writing that is whole and on the disk."""
+
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import re
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+RUNS = os.path.join(ROOT, "runs")
+LEDGER = os.path.join(ROOT, "results.tsv")
+TREE = os.path.join(ROOT, "worktrees", "run")  # where a run takes place, made anew each time; always one path, for compilers' caches
+TRAIN = os.path.join(ROOT, "train.py")
+HEADER = "commit\tval_bpb\tmemory_gb\tstatus\tdescription\n"
+DOCUMENTS = (".md", ".ipynb")  # files that may differ from the branch: they change no run
+
+CRASHED, REFUSED, ENVIRONMENT, STOPPED, RUNNING = 1, 2, 3, 4, 75  # exit codes
+
+# Seconds, but for the last two.
+LIMITS = {
+    "training": 300,  # from the start to the end of training, beyond the time budget
+    "evaluation": 600,
+    "silence": 180,  # without output after the first step
+    "ending": 60,  # after the summary
+    "setup": 4 * 3600,  # before a baseline: packages and data
+    "grace": 10,  # after a reason to fail was printed; between SIGTERM and SIGKILL
+    "kill": 20,  # after SIGKILL; what is left then only a reboot ends
+    "log": 2_000_000,  # bytes of run.log
+    "disk": 1_000_000_000,  # bytes that must be free
+}
+for setting in os.environ.get("AUTORESEARCH_LIMITS", "").split():
+    name, _, value = setting.partition("=")
+    if name not in LIMITS or not re.fullmatch(r"\d+(\.\d+)?", value):
+        print(f"AUTORESEARCH_LIMITS: {setting!r} is none of {', '.join(LIMITS)} with =NUMBER", file=sys.stderr)
+        sys.exit(REFUSED)
+    LIMITS[name] = float(value)
+
+
+class Refusal(Exception):
+    """A command that can't be done: one line for the caller, and an exit code."""
+
+    def __init__(self, message, code=REFUSED):
+        super().__init__(message)
+        self.code = code
+
+
+def sync_folder(folder):
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path, content, mode=None):
+    """Bring `content` (bytes) under the name `path`, whole or not at all, and on the disk when this returns."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    with open(temporary, "wb") as f:
+        f.write(content)
+        f.flush()
+        os.fsync(f.fileno())
+    if mode is not None:
+        os.chmod(temporary, mode)
+    os.replace(temporary, path)
+    sync_folder(os.path.dirname(path))
+
+
+def write_json(path, content):
+    write_file(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def read_json(path):
+    """The object in a JSON file; None without one."""
+    with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as f:
+        content = json.load(f)
+        return content if isinstance(content, dict) else None
+    return None
+
+
+def read_bytes(path):
+    with contextlib.suppress(OSError), open(path, "rb") as f:
+        return f.read()
+    return None
+
+
+def run_file(number, name):
+    return os.path.join(RUNS, str(number), name)
+
+
+def last_number():
+    return max((int(n) for n in os.listdir(RUNS) if n.isdecimal()), default=0) if os.path.isdir(RUNS) else 0
+
+
+def read_turn(number):
+    return read_json(run_file(number, "turn.json")) if number else None
+
+
+def tried():
+    """A line for each run: number, tag, kind, commit (short), seed, digest of the program, what it changed."""
+    with contextlib.suppress(FileNotFoundError), open(os.path.join(RUNS, "tried.jsonl"), "rb") as f:
+        lines = []
+        for line in f:
+            with contextlib.suppress(ValueError):  # a line that was cut short
+                lines.append(json.loads(line))
+        keys = {"number", "tag", "kind", "commit", "seed", "digest", "changed"}
+        return [line for line in lines if isinstance(line, dict) and keys <= line.keys()]
+    return []
+
+
+def append_line(path, line):
+    """Add a line with one write, alone, on the disk when this returns."""
+    new = not os.path.exists(path)
+    with open(path, "ab", buffering=0) as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        size = os.fstat(f.fileno()).st_size
+        if f.write(line.encode()) != len(line.encode()):
+            os.ftruncate(f.fileno(), size)
+            raise OSError(28, "No space left on device", path)
+        os.fsync(f.fileno())
+    if new:
+        sync_folder(os.path.dirname(path))
+
+
+def seconds_text(seconds):
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def now_text():
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def log_tail(number, count):
+    """The last lines of a run's log, cut to a length that spares a context."""
+    path = run_file(number, "run.log")
+    with contextlib.suppress(OSError), open(path, "rb") as f:
+        f.seek(max(0, os.path.getsize(path) - 20_000))
+        lines = [line.rstrip() for line in re.split(r"[\r\n]+", f.read().decode("utf-8", "replace")) if line.strip()]
+        return [line if len(line) <= 160 else line[:80] + " … " + line[-70:] for line in lines[-count:]] if count else []
+    return []
+
+
+def last_words(number):
+    return (log_tail(number, 1) or [""])[0]

@@ -1,0 +1,140 @@
+"""Looking at the train.py that is to be tried."""
+
+import ast
+import collections
+import contextlib
+import hashlib
+import io
+import os
+import re
+import sys
+import tokenize
+import warnings
+
+from .files import ROOT, Refusal
+from .repository import git
+
+
+def parse(source):
+    try:
+        with warnings.catch_warnings(action="ignore") if sys.version_info >= (3, 11) else contextlib.nullcontext():
+            compile(source, "train.py", "exec", dont_inherit=True)
+            return ast.parse(source)
+    except (RecursionError, MemoryError):
+        raise Refusal("train.py does not compile: something in it is nested too deeply") from None
+    except (SyntaxError, ValueError) as e:
+        line = f", line {e.lineno}" if getattr(e, "lineno", None) else ""
+        raise Refusal(f"train.py does not compile{line}: {getattr(e, 'msg', e)}") from None
+
+
+def digest_of(tree):
+    """Equal for two programs that differ in comments and layout alone."""
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
+
+
+def parts(tree):
+    """Name → content of what train.py defines: constants (also in an if), functions, methods."""
+    found = {}
+
+    def add(name, node):
+        found[name] = found.get(name, "") + ast.dump(node)
+
+    def visit(body, prefix=""):
+        for node in body:
+            if isinstance(node, ast.ClassDef):
+                visit(node.body, f"{node.name}.")
+                add(node.name, ast.Module([*node.bases, *node.decorator_list], []))
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                add(prefix + node.name, node)
+            elif isinstance(node, ast.If):
+                visit(node.body, prefix)
+                visit(node.orelse, prefix)
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+                for target, value in zip(node.targets[0].elts, node.value.elts):
+                    add(prefix + ast.unparse(target), value)
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+                add(prefix + ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target), node)
+            elif not isinstance(node, (ast.Import, ast.ImportFrom)):
+                add("the rest", node)
+
+    visit(tree.body)
+    return found
+
+
+def changed_names(old, new):
+    old, new = parts(old), parts(new)
+    return [name for name in {**new, **old} if old.get(name) != new.get(name)] or ["imports"]
+
+
+FIXED = ("prepare", "machine")
+
+
+def fixed_names(tree):
+    """Name → module.name of what a program imports from the fixed modules."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module in FIXED]
+    return {a.asname or a.name: f"{node.module}.{a.name}" for node in imports for a in node.names}
+
+
+def meddling(tree, base=None):
+    """[(what, line)]: where train.py changes what is fixed: the modules beside it, what it or `base` imports from them, the seed."""
+    modules, names, found = {}, (fixed_names(base) if base else {}) | fixed_names(tree), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {a.asname or a.name: a.name for a in node.names if a.name in FIXED}
+        elif isinstance(node, ast.ImportFrom) and node.module in FIXED and any(a.name == "*" for a in node.names):
+            found.append((f"imports * from {node.module}", node.lineno))  # then what it changes can't be told
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
+            root = node
+            while isinstance(root, (ast.Attribute, ast.Subscript)):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id in modules:
+                found.append((f"changes {modules[root.id]}{ast.unparse(node)[len(root.id) :]}", line))
+        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load) and node.id in {**names, **modules}:
+            found.append((f"changes {names.get(node.id) or modules[node.id]}", line))
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in names:
+            found.append((f"replaces {names[node.name]}", line))
+        elif isinstance(node, ast.arg) and node.arg in names:
+            found.append((f"hides {names[node.arg]}", line))
+        elif isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            first = node.args[0] if node.args else None
+            if called in ("setattr", "delattr", "vars") and isinstance(first, ast.Name) and first.id in modules:
+                found.append((f"changes {modules[first.id]}", line))
+            elif called in ("manual_seed", "manual_seed_all"):
+                found.append(("sets a seed", line))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch("AUTORESEARCH_[A-Z_]+", node.value):
+            found.append((f"uses {node.value}", line))
+    return found
+
+
+def check_program(tree, base, tip):
+    """Refuse a train.py that changes what is fixed, or needs a file that is not on the branch."""
+    allowed = collections.Counter(what for what, _ in meddling(base))
+    for what, line in meddling(tree, base):
+        allowed[what] -= 1
+        if allowed[what] < 0:
+            raise Refusal(f"train.py, line {line}, {what}: data, metric, time budget and seed are fixed")
+    imported = {a.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
+    imported |= {node.module.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    for name in sorted(imported):
+        for path in (f"{name}.py", name):
+            if os.path.exists(os.path.join(ROOT, path)) and not git("ls-tree", "--name-only", tip, path):
+                raise Refusal(f"train.py imports {path}, which is not on the branch: only train.py may change, so write it there")
+
+
+def code_size(source):
+    """Words and signs of code in a program, comments left out."""
+    leave_out = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    return sum(t.type not in leave_out for t in tokenize.tokenize(io.BytesIO(source).readline))
+
+
+def clean(description):
+    """One line without tabs, of a length that a table bears."""
+    text = " ".join("".join(c if c.isprintable() else " " for c in description).split())
+    if not text:
+        raise Refusal('say what is tried: experiment.py try "lower embedding rate"')
+    if text.startswith(("noise:", "pruned:", "invalid:")):
+        raise Refusal(f"a description can't begin with {text.split(':')[0]}: which the ledger uses itself")
+    return text[:200]
