@@ -31,6 +31,7 @@ import sys
 import time
 
 from loop.files import (
+    CRASHED,
     ENVIRONMENT,
     LEDGER,
     LIMITS,
@@ -38,6 +39,7 @@ from loop.files import (
     ROOT,
     RUNNING,
     RUNS,
+    STOPPED,
     TRAIN,
     Refusal,
     last_number,
@@ -55,10 +57,22 @@ from loop.files import (
 )
 from loop.ledger import Series, is_noise, read_rows, score, set_ledger_aside
 from loop.processes import check_disk, is_supervised, processes, state_lock
-from loop.proposal import changed_names, check_program, clean, code_size, digest_of, parse
-from loop.repository import branch_of, check_files, check_repository, commit_tree, current_tag, git, git_file, resolve, tree_with
+from loop.proposal import check_program, clean, code_size, digest_of, parse
+from loop.repository import branch_of, check_files, check_repository, commit_tree, current_tag, git, git_file, resolve
 from loop.supervisor import STEP, supervise
-from loop.turns import NO_SERIES, SETTINGS, ready_series, recover, start_noise, start_turn, stop_requested
+from loop.turns import (
+    NO_SERIES,
+    SETTINGS,
+    check_untried,
+    propose,
+    ready_series,
+    recover,
+    start_noise,
+    start_turn,
+    starting_point,
+    stop_requested,
+    unfinished,
+)
 from loop.verdict import UNEVEN, compared
 
 
@@ -71,7 +85,7 @@ def command_begin(arguments):
         raise Refusal(f"AUTORESEARCH_SEED={seed!r} is no seed; use a whole number, such as 42")
     with state_lock():
         if running := recover():
-            raise Refusal(f"run {running['number']} is still running: wait for it")
+            raise Refusal(f"run {running[0]['number']} is still running: wait for it")
         if not os.path.exists(TRAIN):
             raise Refusal("there is no train.py here")
         head = resolve("HEAD")
@@ -125,30 +139,19 @@ def command_try(arguments):
             raise Refusal("train.py is missing: git restore train.py")
         if arguments.margin and not series.noise:
             raise Refusal("--margin is in noise floors, and the noise is not measured yet: experiment.py noise 3")
-        tree, best = parse(source), git_file(head)
-        base = parse(best)
-        digest = digest_of(tree)
-        if digest == digest_of(base):
-            raise Refusal("train.py is the best's program: edit it first")
-        rows = {series.number(row): row for row in series.rows}
-        for line in reversed(series.tried):
-            if line["digest"] == digest and line["kind"] != "noise" and line["number"] in rows:
-                row = rows[line["number"]]
-                raise Refusal(
-                    f"tried already, run {line['number']}: {row['commit']} {row['val_bpb']:.6f} {row['status']} {row['description']}"
-                )
-        check_program(tree, base, head)
+        parent = starting_point(series.tag, head, source)
+        best = git_file(parent)
+        tree = parse(source)
+        check_untried(series, digest_of(tree), best)
+        check_program(tree, parse(best), head)
         if arguments.simpler:
             more = code_size(source) - code_size(best)
             if more >= 0:
                 raise Refusal(f"--simpler: this train.py has {more} more words of code than the best, so it is not simpler")
             description = f"simpler: {description}"
-        blob = git("hash-object", "-w", "--path=train.py", "--stdin", data=source)
-        commit = commit_tree(tree_with(blob, head), f"{description}\n\nRun {last_number() + 1} of {branch_of(series.tag)}.\n", head)
-        number = start_turn(series, "try", description, commit, head, source, series.seed, digest=digest,
-                            changed=changed_names(base, tree), margin=arguments.margin, simpler=arguments.simpler,
-                            prune=arguments.prune)  # fmt: skip
-    return wait_for(arguments.wait, number)
+        number = propose(series, parent, source, description, file=TRAIN, margin=arguments.margin, simpler=arguments.simpler,
+                         prune=arguments.prune)  # fmt: skip
+    return wait_for(arguments.wait, [number])
 
 
 def command_noise(arguments):
@@ -164,34 +167,50 @@ def command_wait(arguments):
     return wait_for(arguments.wait)
 
 
-def wait_for(seconds, number=None):
-    """Wait until no run is under way; print the verdict of each that ended meanwhile. Returns the last one's exit code, or 75."""
-    until = time.monotonic() + seconds
-    number, pause, code = number or last_number(), 0.02, None
-    if not number:
+def wait_for(seconds, numbers=None):
+    """Wait for these runs (default: all that are under way, or the last one); print each verdict when it is there.
+
+    Returns the last verdict's exit code (of several runs' the one that most asks to be looked at), or 75.
+    """
+    until, pause, codes = time.monotonic() + seconds, 0.02, []
+    if not last_number():
         raise Refusal("nothing has been run yet")
-    while True:
-        said = read_json(run_file(number, "verdict.json"))
-        if said:
-            print("\n".join(said["lines"]), flush=True)
-            code = said["code"]
-            while is_supervised(number) and read_turn(number)["remaining"] and last_number() == number:
-                time.sleep(0.05)  # it starts the next repeat
-            if last_number() > number and read_turn(number)["remaining"]:
-                number += 1
-                continue
-            return code
-        if not is_supervised(number):
-            with state_lock():
-                recover()
-            if read_turn(number) is None:
-                raise Refusal(f"runs/{number} was removed: nothing is known of that run")
-            continue
-        if not time.monotonic() < until:
-            print(f"run {number} is still running ({progress_of(number)}): python3 experiment.py wait")
+    pending = list(numbers or [turn["number"] for turn in unfinished()] or [last_number()])
+    several = len(pending) > 1
+    while pending:
+        for number in list(pending):
+            said = read_json(run_file(number, "verdict.json"))
+            if said:
+                print("\n".join(said["lines"]), flush=True)
+                codes.append(said["code"])
+                pending.remove(number)
+                pending += filter(None, [said.get("next") or next_repeat(number)])
+            elif not is_supervised(number):
+                with state_lock():
+                    recover()
+                if read_turn(number) is None:
+                    raise Refusal(f"runs/{number} was removed: nothing is known of that run")
+        if pending and not time.monotonic() < until:
+            for number in pending:
+                print(f"run {number} is still running ({progress_of(number)}): python3 experiment.py wait")
             return RUNNING
-        time.sleep(min(pause, max(0.0, until - time.monotonic())))
+        time.sleep(min(pause, max(0.0, until - time.monotonic())) if pending else 0)
         pause = min(pause * 1.2, 1.0)
+    return next(code for code in (ENVIRONMENT, STOPPED, 0, CRASHED) if code in codes) if several else codes[-1]
+
+
+def next_repeat(number):
+    """The run that goes on with the repeats which this one belongs to; None where it was the last."""
+    turn = read_turn(number)
+    while turn["remaining"]:
+        alive = is_supervised(number)  # asked first: it starts the next one and ends
+        for line in tried():
+            if line["number"] > number and line["kind"] == "noise" and line["commit"] == turn["short"]:
+                return line["number"]
+        if not alive:
+            break
+        time.sleep(0.05)
+    return None
 
 
 def progress_of(number):
@@ -215,11 +234,13 @@ def command_stop(arguments):
             print("runs are allowed again")
             return 0
         write_file(path, b"")
-        if running and arguments.now:
-            end_supervisor(running["number"])
-    if running and arguments.now:
-        return wait_for(LIMITS["grace"] + LIMITS["kill"] + 10, running["number"])
-    print(f"no new run after run {running['number']}" if running else "no new run", "(stop --undo allows them again)")
+        numbers = [turn["number"] for turn in running]
+        for number in numbers if arguments.now else ():
+            end_supervisor(number)
+    if numbers and arguments.now:
+        return wait_for(LIMITS["grace"] + LIMITS["kill"] + 10, numbers)
+    after = f" after run {', '.join(map(str, numbers))}" if numbers else ""
+    print(f"no new run{after} (stop --undo allows them again)")
     return 0
 
 
@@ -273,11 +294,11 @@ def describe(series, running):
     baselines = {line["number"] for line in series.tried if line["kind"] == "baseline"}
     attempts = [row for row in trials if row is not series.baseline and series.number(row) not in baselines]
     crashes = sum(row["status"] == "crash" for row in attempts)
-    turn = running and {"number": running["number"], "description": running["description"], "progress": progress_of(running["number"])}
+    under_way = [{"number": t["number"], "description": t["description"], "progress": progress_of(t["number"])} for t in running]
     noise = series.noise and dict(zip(("mean", "floor", "seeds"), series.noise)) | {"uneven": series.uneven_noise()}
     return {
         "tag": series.tag,
-        "running": turn,
+        "running": under_way,
         "stop_requested": stop_requested(),
         "best": series.best and {"run": series.number(series.best)} | series.best,
         "bar": series.bar,
@@ -308,9 +329,11 @@ def command_status(arguments):
     best, baseline, noise = status["best"], status["baseline"], status["noise"]
     count = status["experiments"]
     print(f"series {tag}: the baseline and {count} experiment{'s' * (count != 1)}: {status['keeps']} kept, {status['crashes']} crashed")
-    if running:
-        print(f"running: run {running['number']} ({status['running']['progress']}): {running['description']}")
-    else:
+    for turn in status["running"][:8]:
+        print(f"running: run {turn['number']} ({turn['progress']}): {turn['description']}")
+    if len(running) > 8:
+        print(f"running: and {len(running) - 8} more (--json)")
+    if not running:
         print("running: nothing" + ("; the human has asked to stop: end the loop" if status["stop_requested"] else ""))
     if best:
         difference = round(best["val_bpb"] - baseline["val_bpb"], 6)

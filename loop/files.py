@@ -8,11 +8,27 @@ import os
 import re
 import sys
 
-ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
+def main_checkout(here):
+    """The checkout whose series and ledger a folder works for: its own, or, for a linked worktree on no branch, the main one's."""
+    with contextlib.suppress(OSError):  # where .git is a folder, it is the main one
+        with open(os.path.join(here, ".git"), encoding="utf-8") as f:
+            gitdir = os.path.join(here, f.read().partition("gitdir:")[2].strip())
+        with open(os.path.join(gitdir, "HEAD"), encoding="utf-8") as f:
+            detached = not f.read().startswith("ref:")
+        with open(os.path.join(gitdir, "commondir"), encoding="utf-8") as f:
+            common = os.path.normpath(os.path.join(gitdir, f.read().strip()))
+        if detached and os.path.basename(common) == ".git" and os.path.exists(os.path.join(os.path.dirname(common), "experiment.py")):
+            return os.path.dirname(common)
+    return here
+
+
+HERE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+ROOT = main_checkout(HERE)
 RUNS = os.path.join(ROOT, "runs")
 LEDGER = os.path.join(ROOT, "results.tsv")
 TREE = os.path.join(ROOT, "worktrees", "run")  # where a run takes place, made anew each time; always one path, for compilers' caches
-TRAIN = os.path.join(ROOT, "train.py")
+TRAIN = os.path.join(HERE, "train.py")
 HEADER = "commit\tval_bpb\tmemory_gb\tstatus\tdescription\n"
 DOCUMENTS = (".md", ".ipynb")  # files that may differ from the branch: they change no run
 

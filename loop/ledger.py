@@ -35,14 +35,17 @@ def score(row):
 
 
 def repair_ledger(unfinished):
-    """Mend a last line that was torn by a crash or a full disk: whole rows get their end, a piece is cut off (and kept in runs/)."""
+    """Mend a last line that was torn by a crash or a full disk: whole rows get their end, a piece is cut off (and kept in runs/).
+
+    unfinished: the short commits of turns whose rows may be what was being written; these write theirs again.
+    """
     content = read_bytes(LEDGER)
     if not content or content.endswith(b"\n"):
         return
     start = content.rfind(b"\n") + 1
     piece = content[start:]
     row = parse_row(piece.decode("utf-8", "replace"))
-    if row and not (unfinished and row["commit"] == unfinished["short"]):  # somebody's editor
+    if row and row["commit"] not in unfinished:  # somebody's editor
         append_line(LEDGER, "\n")
         return
     append_line(os.path.join(RUNS, "torn.txt"), piece.decode("utf-8", "replace") + "\n")

@@ -124,9 +124,9 @@ def set_index(old, new):
     git("update-index", "-q", "--refresh", check=False)
 
 
-def check_files(exceptions=("train.py",)):
+def check_files(exceptions=("train.py",), cwd=ROOT):
     """Refuse where a tracked file that affects runs differs from the branch."""
-    changed = git("status", "--porcelain", "-z", "--untracked-files=no", "--no-renames").split("\0")
+    changed = git("status", "--porcelain", "-z", "--untracked-files=no", "--no-renames", cwd=cwd).split("\0")
     if any(entry[:2] in ("DD", "AU", "UD", "UA", "DU", "AA", "UU") for entry in changed):
         raise Refusal("a merge is not finished, git status says where: git merge --abort")
     names = [entry[3:] for entry in changed if entry and not entry.endswith(DOCUMENTS) and entry[3:] not in exceptions]

@@ -12,25 +12,11 @@ import subprocess
 import time
 import traceback
 
-from .files import (
-    ENVIRONMENT,
-    LIMITS,
-    ROOT,
-    RUNS,
-    TREE,
-    Refusal,
-    last_number,
-    last_words,
-    log_tail,
-    read_bytes,
-    read_json,
-    read_turn,
-    run_file,
-)
+from .files import ENVIRONMENT, LIMITS, ROOT, RUNS, TREE, Refusal, last_words, log_tail, read_bytes, read_json, read_turn, run_file
 from .ledger import Series
 from .processes import boot_id, cache_folder, check_disk, end_processes, has_gpu, processes, state_lock, unkillable
 from .repository import current_tag, git, make_tree
-from .turns import end_state, recover, start_noise, stop_requested, write_outcome
+from .turns import end_state, last_local, recover, start_noise, stop_requested, write_outcome
 
 
 class Log:
@@ -183,7 +169,7 @@ def follow(command, cwd, env, token, log, reader, gpu, started):
     Never waits for the child: it may hang, flood, or leave children that hold the pipe.
     """
     child = subprocess.Popen(command, cwd=cwd, env=env | {"AUTORESEARCH_RUN": token}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                             stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(gpu,), preexec_fn=die_with_parent)  # fmt: skip
+                             stderr=subprocess.STDOUT, start_new_session=True, pass_fds=[gpu] * (gpu is not None), preexec_fn=die_with_parent)  # fmt: skip
     leader = next((p for p in processes() if p["pid"] == child.pid), None)
     leader = {"pid": child.pid, "start": leader["start"], "boot": boot_id()} if leader else None
     with open(started, "w") as f:
@@ -240,7 +226,7 @@ def dataset_facts(environment):
     return read_json(os.path.join(folder, "data", "dataset.json")) or {}
 
 
-def judge(turn, reader, code, why, expected, tampered):
+def judge(turn, reader, code, why, expected):
     """(state, reason) of a run that has ended. A number counts only if all of this holds."""
     if why:
         return why
@@ -273,11 +259,9 @@ def judge(turn, reader, code, why, expected, tampered):
             return "crash", f"invalid: {key} is {summary.get(key)} and must be {want}"
     if expected.get("eval_tokens") not in (None, reader.evaluated[0][0]):
         return "crash", f"invalid: {reader.evaluated[0][0]} tokens were evaluated and not {expected['eval_tokens']}"
-    if expected.get("fingerprint") not in (None, summary.get("fingerprint")):
-        return (
-            "environment",
-            f"fingerprint {summary.get('fingerprint')}, the baseline's was {expected['fingerprint']}: the data has changed",
-        )
+    for key, means in {"fingerprint": "the data has changed", "device": "their numbers don't compare"}.items():
+        if expected.get(key) not in (None, summary.get(key)):
+            return "environment", f"{key} {summary.get(key)}, the baseline's was {expected[key]}: {means}"
     if expected["untimed"] is not None and reader.untimed >= expected["untimed"]:
         return "crash", f"invalid: step {reader.untimed} was not timed, and only the first {expected['untimed']} are free"
     took, steps = (as_number(str(summary.get(key))) for key in ("training_seconds", "num_steps"))
@@ -286,8 +270,6 @@ def judge(turn, reader, code, why, expected, tampered):
         step = took / max(1, steps - (expected["untimed"] or 0))
         if took > expected["budget"] + max(2 * step, 0.05 * expected["budget"]) + 2:
             return "crash", f"invalid: it trained for {took} s, and the time budget is {expected['budget']} s"
-    if tampered:
-        return "crash", f"invalid: the run changed {tampered}"
     return "valid", None
 
 
@@ -323,41 +305,55 @@ def blame_machine(state, reason, number):
 
 
 def run(turn, gpu):
-    """Run one experiment and write its outcome."""
+    """Run one experiment on this machine. Returns (state, reason), and more of its outcome."""
     number = turn["number"]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
-    environment |= {"AUTORESEARCH_SEED": str(turn["seed"]), "AUTORESEARCH_CACHE": cache_folder(), "PYTHONUNBUFFERED": "1"}
-    log = Log(run_file(number, "run.log"), LIMITS["log"])
-    started = run_file(number, "process.json")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | {"AUTORESEARCH_CACHE": cache_folder()}
     if turn["kind"] == "baseline":  # the one run before which something may be missing: run.sh sets it up; --help then ends train.py
-        reader = Reader(LIMITS["setup"])
-        code, why, left = follow(["./run.sh", "--help"], ROOT, environment, turn["token"], log, reader, gpu, started)
+        log, reader = Log(run_file(number, "run.log"), LIMITS["log"]), Reader(LIMITS["setup"])
+        command, started = ["./run.sh", "--help"], run_file(number, "process.json")
+        code, why, left = follow(command, ROOT, environment, turn["token"], log, reader, gpu, started)
         if code != 0 or why:
             return why if why and why[0] == "stopped" else ("environment", reader.fault or f"setting up failed: {last_words(number)}"), {}
-        log.file.truncate(0)
-        log.file.seek(0)
-        log.size = 0
     make_tree(turn)
+    log = Log(run_file(number, "run.log"), LIMITS["log"])
+    end, facts = measure(turn, TREE, environment, asked(turn), log, gpu)
+    tampered = (git("diff", "--name-only", turn["commit"], cwd=TREE, check=False) or "").split("\n")[0]
+    if end[0] == "valid" and tampered:
+        end = "crash", f"invalid: the run changed {tampered}"
+    model = os.path.join(TREE, "unevaluated.pt")
+    if end[0] != "valid" and os.path.exists(model):  # trained, not evaluated: the last such model stays
+        os.replace(model, os.path.join(RUNS, "unevaluated.pt"))
+        facts["model"] = "runs/unevaluated.pt"
+    return end, facts
+
+
+def asked(turn):
+    """What the series asks of a run: the baseline's data and device; the best's losses, where a run may be stopped early."""
+    series = Series(turn["tag"])
+    summary = (series.outcome(series.baseline).get("summary") or {}) if turn["bar"] is not None else {}
+    losses = series.outcome(series.best).get("losses") if turn["prune"] and series.best else None
+    return {"fingerprint": summary.get("fingerprint"), "device": summary.get("device"), "dataset": summary.get("dataset"), "losses": losses}
+
+
+def measure(turn, tree, environment, expected, log, gpu):
+    """Run ./run.sh in `tree`, to its end or its deadline. Returns (state, reason), and more of its outcome. expected: as `asked` says."""
+    number = turn["number"]
     facts = dataset_facts(environment)
     budget = as_number(str(environment.get("AUTORESEARCH_TIME_BUDGET") or facts.get("time_budget")))
     budget = 600 if isinstance(budget, str) else budget
-    warmup = re.search(rb"^WARMUP_STEPS = (\d+)", read_bytes(os.path.join(TREE, "prepare.py")) or b"", re.M)
-    expected = {"eval_tokens": facts.get("eval_tokens"), "untimed": int(warmup[1]) if warmup else None, "budget": budget}
-    series = Series(turn["tag"])
-    if turn["bar"] is not None:
-        expected["fingerprint"] = (series.outcome(series.baseline).get("summary") or {}).get("fingerprint")
-    reference = series.outcome(series.best).get("losses") if turn["prune"] and series.best else None
-    reader = Reader(budget + LIMITS["training"], reference)
+    warmup = re.search(rb"^WARMUP_STEPS = (\d+)", read_bytes(os.path.join(tree, "prepare.py")) or b"", re.M)
+    expected = expected | {"eval_tokens": facts.get("eval_tokens"), "untimed": int(warmup[1]) if warmup else None, "budget": budget}
+    environment = environment | {"AUTORESEARCH_SEED": str(turn["seed"]), "PYTHONUNBUFFERED": "1"}
+    reader = Reader(budget + LIMITS["training"], expected["losses"])
     ours = sum(os.times()[:4])
     busy, had = cpu_times()
-    code, why, left = follow(["./run.sh"], TREE, environment, turn["token"], log, reader, gpu, started)
+    code, why, left = follow(["./run.sh"], tree, environment, turn["token"], log, reader, gpu, run_file(number, "process.json"))
     busy, had = cpu_times()[0] - busy, cpu_times()[1] - had
     ours = sum(os.times()[:4]) - ours
-    tampered = (git("diff", "--name-only", turn["commit"], cwd=TREE, check=False) or "").split("\n")[0]
-    end = judge(turn, reader, code, why, expected, tampered)
+    end = judge(turn, reader, code, why, expected)
     end = ("environment", unkillable(left)) if left else blame_machine(*end, number)
     summary = reader.summaries[-1] if reader.summaries else None
-    facts = dict(
+    return end, dict(
         seconds=reader.seconds(),
         exit_code=code if code is not None and code >= 0 else None,
         signal=signal_name(-code) if code is not None and code < 0 else None,
@@ -367,11 +363,6 @@ def run(turn, gpu):
         versions={key: summary[key] for key in ("python", "torch", "triton") if key in summary} if summary else {},
         other_cpu=round(max(0.0, busy - ours) / had, 3) if had > 0 else None,
     )
-    model = os.path.join(TREE, "unevaluated.pt")
-    if end[0] != "valid" and os.path.exists(model):  # trained, not evaluated: the last such model stays
-        os.replace(model, os.path.join(RUNS, "unevaluated.pt"))
-        facts["model"] = "runs/unevaluated.pt"
-    return end, facts
 
 
 def supervise(number, alive, gpu):
@@ -394,7 +385,13 @@ def supervise(number, alive, gpu):
     with state_lock():
         if not os.path.exists(run_file(number, "verdict.json")):
             recover()
-        if turn["remaining"] and state == "valid" and last_number() == number and not stop_requested() and current_tag() == turn["tag"]:
+        if (
+            turn["remaining"]
+            and state == "valid"
+            and last_local()["number"] == number
+            and not stop_requested()
+            and current_tag() == turn["tag"]
+        ):
             start_noise(Series(turn["tag"]), turn["remaining"])
     if os.path.exists(os.path.join(ROOT, "results.py")):
         with contextlib.suppress(OSError, subprocess.SubprocessError):

@@ -4,18 +4,20 @@ import glob
 import itertools
 import json
 import os
+import shlex
 import shutil
 import sys
+import tempfile
 
 from .files import (
     DOCUMENTS,
     HEADER,
+    HERE,
     LEDGER,
     LIMITS,
     ROOT,
     RUNS,
     STOPPED,
-    TRAIN,
     Refusal,
     append_line,
     last_number,
@@ -25,11 +27,13 @@ from .files import (
     read_turn,
     run_file,
     sync_folder,
+    tried,
     write_file,
     write_json,
 )
-from .ledger import Series, is_noise, read_rows, repair_ledger
+from .ledger import Series, repair_ledger
 from .processes import boot_id, cache_folder, check_disk, end_processes, gpu_name, is_supervised, lock_file, unkillable
+from .proposal import changed_names, check_program, digest_of, parse
 from .repository import (
     branch_of,
     changed_files,
@@ -37,6 +41,7 @@ from .repository import (
     commit_tree,
     current_tag,
     git,
+    git_bytes,
     git_file,
     remove_tree,
     resolve,
@@ -46,12 +51,25 @@ from .repository import (
 from .verdict import row_text, verdict, verdict_lines
 
 
-def recorded(turn):
-    """The row of this turn, if it has been written."""
-    for row in read_rows(turn["ledger"]):
-        if row["commit"] == turn["short"] and is_noise(row) == (turn["kind"] == "noise"):
-            return row
-    return None
+def standing(series):
+    """What a run is judged against: the series as it is now."""
+    floor = series.noise[1] if series.noise else None
+    return dict(bar=series.bar, floor=floor, base=series.number(series.best) if series.best else None, mean=series.best_mean())
+
+
+def best_commit(series):
+    number = series.number(series.best)
+    return read_turn(number)["commit"] if number else resolve(series.best["commit"])
+
+
+def program_of(commit):
+    """The blob of its train.py."""
+    return resolve(f"{commit}:train.py")
+
+
+def base_reference(tag):
+    """What the working train.py was edited from, where something was kept since; absent otherwise."""
+    return f"refs/autoresearch-base/{tag}"
 
 
 def keep(turn):
@@ -67,76 +85,203 @@ def keep(turn):
         if tip != parent:  # somebody has committed to the branch meanwhile
             if not all(path.endswith(DOCUMENTS) for path in changed_files(parent, tip)):
                 return f"the branch moved during the run; this keep is {turn['short']}: git restore train.py && git merge {turn['short']}"
-            new = commit_tree(tree_with(resolve(f"{commit}:train.py"), tip), turn["description"], tip, commit)
+            new = commit_tree(tree_with(program_of(commit), tip), turn["description"], tip, commit)
         if git("update-ref", "-m", f"keep: {turn['description']}", f"refs/heads/{name}", new, tip, check=False) is not None:
             break
     else:
         raise Refusal(f"git can't move the branch {name} to {new[:10]}, the keep of run {turn['number']}: see what git status says")
     if current_tag() == turn["tag"]:
-        set_index(resolve(f"{parent}:train.py"), resolve(f"{commit}:train.py"))
+        set_index(program_of(parent), program_of(commit))
+        if turn["on"]:
+            follow_best(turn)
     return None
 
 
+def follow_best(turn):
+    """A keep from elsewhere into the main checkout's train.py, unless that is being edited: then what it is edited from is noted down."""
+    path, base = os.path.join(ROOT, "train.py"), base_reference(turn["tag"])
+    here = read_bytes(path)
+    if here == git_file(turn["parent"]):
+        write_file(path, git_file(turn["commit"]), os.stat(path).st_mode & 0o777)
+    elif here != git_file(turn["commit"]):
+        if not resolve(base):
+            git("update-ref", base, turn["parent"])
+        return
+    git("update-ref", "-d", base)
+
+
 def give_back(turn):
-    """The best train.py into the working tree, if there is still what was tried. Returns whether it is there now."""
-    if current_tag() != turn["tag"] or read_bytes(TRAIN) != read_bytes(run_file(turn["number"], "train.py")):
+    """What was edited into the file that was tried, if that is still there. Returns whether it is there now."""
+    path = turn["file"]
+    if path is None or read_bytes(path) != read_bytes(run_file(turn["number"], "train.py")):
         return False
-    write_file(TRAIN, git_file(turn["parent"]), os.stat(TRAIN).st_mode & 0o777)
-    set_index(resolve(f"{turn['commit']}:train.py"), resolve(f"{turn['parent']}:train.py"))
+    if os.path.dirname(path) == ROOT and current_tag() != turn["tag"]:
+        return False
+    write_file(path, git_file(turn["parent"]), os.stat(path).st_mode & 0o777)
+    if os.path.dirname(path) == ROOT:
+        set_index(program_of(turn["commit"]), program_of(turn["parent"]))
     return True
+
+
+def propose(series, parent, source, description, **more):
+    """Start a turn for a train.py, its content, that was edited from `parent`'s and has been looked at. Returns its number."""
+    blob = git("hash-object", "-w", "--path=train.py", "--stdin", data=source)
+    message = f"{description}\n\nRun {next_number(series.tag)} of {branch_of(series.tag)}.\n"
+    commit = commit_tree(tree_with(blob, parent), message, parent)
+    tree, base = parse(source), parse(git_file(parent))
+    return start_turn(series, "try", description, commit, parent, source, series.seed, digest=digest_of(tree),
+                      changed=changed_names(base, tree), **more)  # fmt: skip
+
+
+def merged(base, ours, theirs):
+    """What `git merge-file` makes of three contents; None where they conflict."""
+    with tempfile.TemporaryDirectory(prefix="new-", dir=RUNS) as folder:
+        paths = [os.path.join(folder, name) for name in ("ours", "base", "theirs")]
+        for path, content in zip(paths, (ours, base, theirs)):
+            with open(path, "wb") as f:
+                f.write(content)
+        return git_bytes("merge-file", "-p", "--quiet", *paths, check=False)
+
+
+def try_again(turn, outcome):
+    """Run a candidate's change on the best of now. Returns (a line for the verdict, the number of that run or None).
+
+    A candidate is not kept itself: the branch is a line of changes of which each was measured on all before it, and it lacks some.
+    """
+    for line in tried():
+        if line.get("again") == turn["number"]:  # done already
+            return f"its change runs again on the best: run {line['number']}", line["number"]
+    series = Series(turn["tag"])
+    why = f"it began from an older best; to try it as it is: cp runs/{turn['number']}/train.py train.py"
+    if turn["on"] is None or current_tag() != turn["tag"]:
+        return why, None
+    if stop_requested():
+        return f"{why} (not run again: the human has asked to stop)", None
+    if turn["times"] >= 3:
+        return f"{why} (other keeps overtook it {turn['times']} times)", None
+    head = resolve(f"refs/heads/{branch_of(turn['tag'])}")
+    source = merged(git_file(turn["parent"]), git_file(head), git_file(turn["commit"]))
+    if source is None:
+        return f"{why}, or merge it by hand: its change conflicts with the best", None
+    description = turn["description"].partition("again: ")[2] or turn["description"]
+    try:
+        check_program(parse(source), parse(git_file(head)), head)
+        check_untried(series, digest_of(parse(source)), git_file(head))
+        number = propose(series, head, source, f"again: {description}"[:200], again=turn["number"], times=turn["times"] + 1,
+                         **{key: turn[key] for key in ("margin", "simpler", "prune", "on", "cores")})  # fmt: skip
+    except Refusal as e:
+        return f"{why} (not run again: {e})", None
+    return f"it began from an older best: its change runs again on the best, run {number}", number
+
+
+def check_untried(series, digest, best):
+    """Refuse a program that is the best's, or was tried, or is being tried. A candidate may be tried again."""
+    if digest == digest_of(parse(best)):
+        raise Refusal("train.py is the best's program: edit it first")
+    rows = {series.number(row): row for row in series.rows}
+    for line in reversed(series.tried):
+        if line["digest"] != digest or line["kind"] == "noise":
+            continue
+        row = rows.get(line["number"])
+        if row and not row["description"].startswith("candidate: "):
+            said = f"{row['commit']} {row['val_bpb']:.6f} {row['status']} {row['description']}"
+            raise Refusal(f"tried already, run {line['number']}: {said}")
+        if not row and is_supervised(line["number"]):
+            raise Refusal(f"run {line['number']} is trying it")
 
 
 def finish(turn):
     """Everything between an outcome and a finished turn, as far as it is not done: row, branch, train.py, verdict.json."""
     number, outcome = turn["number"], read_json(run_file(turn["number"], "outcome.json"))
+    if "outdated" not in turn:  # written down before the row, so that a verdict stays what it was
+        series = Series(turn["tag"])
+        if series.best:
+            turn |= standing(series)
+        outdated = turn["kind"] == "try" and series.best is not None and program_of(turn["parent"]) != program_of(best_commit(series))
+        turn["outdated"] = outdated
+        write_json(run_file(number, "turn.json"), turn)
     status = verdict(turn, outcome)
-    notes = []
+    notes, following = [], None
     if status:
+        row = row_text(turn, outcome, status)
         if not read_bytes(LEDGER):
             append_line(LEDGER, HEADER)
-        if not recorded(turn):
-            append_line(LEDGER, row_text(turn, outcome, status))
+        if row not in (read_bytes(LEDGER) or b"")[turn["ledger"] :].decode("utf-8", "replace").splitlines(keepends=True):
+            append_line(LEDGER, row)
         if status == "keep":
             notes += filter(None, [keep(turn)])
         elif turn["kind"] == "try":
             back = give_back(turn)
-            mend = " (to mend it: cp " + os.path.relpath(run_file(number, "train.py"), ROOT) + " train.py)" if status == "crash" else ""
-            notes.append(f"train.py is the best's again{mend}" if back else "train.py was edited meanwhile and is left as it is")
-    remove_tree()
+            mend = f" (to mend it: cp runs/{number}/train.py train.py)" if status == "crash" else ""
+            if turn["on"] is None:
+                notes.append(f"train.py is the best's again{mend}" if back else "train.py was edited meanwhile and is left as it is")
+        if status == "candidate":
+            note, following = try_again(turn, outcome)
+            notes.append(note)
+    if turn["on"] is None:
+        remove_tree()
     lines, code = verdict_lines(turn, outcome, status, notes)
-    write_json(run_file(number, "verdict.json"), {"status": status, "code": code, "lines": lines})
+    write_json(run_file(number, "verdict.json"), {"status": status, "code": code, "lines": lines, "next": following})
+
+
+def unfinished():
+    """Turns without a verdict, those first whose verdict was on its way: what it was judged against must not change."""
+    last = last_number()
+    numbers = sorted(int(n) for n in os.listdir(RUNS) if n.isdecimal()) if last else []
+    turns = []
+    for number in numbers:
+        path = run_file(number, "verdict.json")
+        if os.path.exists(path) and (number != last or read_json(path)):  # one that is damaged is made again
+            continue
+        turn = read_turn(number)
+        if turn is None:
+            raise Refusal(f"{run_file(number, 'turn.json')} is missing or damaged: move runs/{number} away")
+        turns.append(turn)
+    return sorted(turns, key=lambda turn: "outdated" not in turn)
 
 
 def recover():
-    """Finish the last turn if it is not finished. Returns the turn that is running now, or None. The state lock is held."""
+    """Finish each turn that has ended and is not finished. Returns the turns that are under way. The state lock is held."""
     for leftover in glob.glob(os.path.join(glob.escape(RUNS), "new*")):
         shutil.rmtree(leftover, ignore_errors=True)
-    number = last_number()
-    if not number:
-        return None
-    turn = read_turn(number)
-    if turn is None:
-        raise Refusal(f"{run_file(number, 'turn.json')} is missing or damaged: move runs/{number} away")
-    if read_json(run_file(number, "verdict.json")):  # one that is damaged is made again
-        repair_ledger(None)
-        return turn if turn["remaining"] and is_supervised(number) else None
-    alive = is_supervised(number)  # asked first: a supervisor that ends leaves an outcome
-    if not read_json(run_file(number, "outcome.json")):
-        if alive:
-            return turn
-        git("update-ref", reference_of(turn), turn["commit"])
-        started = read_json(run_file(number, "process.json"))
-        leader = started if started and started["boot"] == boot_id() else None
-        left = end_processes(turn["token"], leader, LIMITS["grace"])
-        if left:
-            outcome = end_state("environment", unkillable(left))
+    running, ended = [], []
+    for turn in unfinished():
+        number = turn["number"]
+        alive = is_supervised(number)  # asked first: a supervisor that ends leaves an outcome
+        if read_json(run_file(number, "outcome.json")):
+            ended.append(turn)
+        elif alive:
+            running.append(turn)
         else:
-            outcome = end_state("stopped", "its supervisor was killed" if started else "it was killed before it started")
-        write_outcome(turn, outcome)
-        print(f"run {number} was cut short: {outcome['reason']}")
-    repair_ledger(turn)
-    finish(turn)
-    return None
+            git("update-ref", reference_of(turn), turn["commit"])
+            write_outcome(turn, cut_short(turn))
+            ended.append(turn)
+    repair_ledger({turn["short"] for turn in ended})
+    for turn in ended:
+        finish(turn)
+    last = last_local()
+    if last and last["remaining"] and last not in running and is_supervised(last["number"]):  # it starts the next repeat
+        running.append(last)
+    return running
+
+
+def last_local():
+    """The last turn that ran on this machine; None if there was none lately."""
+    last = last_number()
+    turns = map(read_turn, range(last, max(0, last - 200), -1))
+    return next((turn for turn in turns if turn and turn.get("on") is None), None)
+
+
+def cut_short(turn):
+    """The outcome of a turn whose supervisor was killed, after what it has left is ended."""
+    number = turn["number"]
+    started = read_json(run_file(number, "process.json"))
+    leader = started if started and started["boot"] == boot_id() else None
+    left = end_processes(turn["token"], leader, LIMITS["grace"])
+    reason = "its supervisor was killed" if started else "it was killed before it started"
+    outcome = end_state("environment", unkillable(left)) if left else end_state("stopped", reason)
+    print(f"run {number} was cut short: {outcome['reason']}")
+    return outcome
 
 
 def end_state(state, reason):
@@ -169,29 +314,40 @@ def reference_of(turn):
     return f"refs/autoresearch/{turn['tag']}/{turn['number']}"
 
 
+def next_number(tag):
+    """The number of the next run. Where runs/ was removed, numbers go on after those that git knows."""
+    number = last_number() + 1
+    if resolve(f"refs/autoresearch/{tag}/{number}"):
+        references = git("for-each-ref", "--format=%(refname)", f"refs/autoresearch/{tag}/").split()
+        number = max(int(r.rpartition("/")[2]) for r in references) + 1
+    return number
+
+
+def take_gpu(what):
+    """The lock of the GPU that a run here would occupy."""
+    os.makedirs(cache_folder(), exist_ok=True)
+    path = os.path.join(cache_folder(), f"{gpu_name()}.lock")
+    gpu = lock_file(path, wait=1)
+    if gpu is None:
+        holder = " ".join((read_bytes(path) or b"").decode("utf-8", "replace").split())
+        other = "" if gpu_name() == "cpu" else ", or give this folder another GPU (CUDA_VISIBLE_DEVICES)"
+        raise Refusal(f"{gpu_name()} is in use by {holder or 'another run'}: wait for it{other}")
+    os.ftruncate(gpu, 0)
+    os.pwrite(gpu, f"{what}\n".encode(), 0)
+    return gpu
+
+
 def start_turn(series, kind, description, commit, parent, source, seed, **more):
     """Write down a turn and start its supervisor, detached. Returns its number. The state lock is held."""
     check_disk()
-    os.makedirs(cache_folder(), exist_ok=True)
-    gpu_path = os.path.join(cache_folder(), f"{gpu_name()}.lock")
-    gpu = lock_file(gpu_path, wait=1)
-    if gpu is None:
-        holder = " ".join((read_bytes(gpu_path) or b"").decode("utf-8", "replace").split())
-        other = "" if gpu_name() == "cpu" else ", or give this folder another GPU (CUDA_VISIBLE_DEVICES)"
-        raise Refusal(f"{gpu_name()} is in use by {holder or 'another run'}: wait for it{other}")
-    number = last_number() + 1
-    if resolve(f"refs/autoresearch/{series.tag}/{number}"):  # runs/ was removed: numbers go on
-        references = git("for-each-ref", "--format=%(refname)", f"refs/autoresearch/{series.tag}/").split()
-        number = max(int(r.rpartition("/")[2]) for r in references) + 1
-    os.ftruncate(gpu, 0)
-    os.pwrite(gpu, f"run {number} of {ROOT}\n".encode(), 0)
+    number = next_number(series.tag)
+    gpu = take_gpu(f"run {number} of {ROOT}")
     turn = dict(number=number, tag=series.tag, kind=kind, description=description, commit=commit, parent=parent, seed=seed,
-                short=git("rev-parse", "--short=7", commit), token=os.urandom(8).hex(), started=now_text(), bar=series.bar,
-                floor=series.noise[1] if series.noise else None, base=series.number(series.best) if series.best else None,
-                mean=series.best_mean(),
+                short=git("rev-parse", "--short=7", commit), token=os.urandom(8).hex(), started=now_text(),
                 ledger=os.path.getsize(LEDGER) if os.path.exists(LEDGER) else 0,
-                margin=0.0, simpler=False, prune=False, remaining=0) | more  # fmt: skip
-    about = {key: turn.get(key) for key in ("number", "tag", "kind", "seed", "digest", "changed")} | {"commit": turn["short"]}
+                margin=0.0, simpler=False, prune=False, remaining=0, file=None, on=None, cores=None, again=None, times=0)  # fmt: skip
+    turn |= standing(series) | more
+    about = {key: turn.get(key) for key in ("number", "tag", "kind", "seed", "digest", "changed", "again")} | {"commit": turn["short"]}
     append_line(os.path.join(RUNS, "tried.jsonl"), json.dumps(about) + "\n")
     folder = os.path.join(RUNS, "new")  # becomes runs/N when it is complete
     os.mkdir(folder)
@@ -241,12 +397,13 @@ def stop_requested():
     return os.path.exists(os.path.join(RUNS, "stop"))
 
 
-def ready_series():
+def ready_series(on=None):
     """The series that is checked out, ready for another run; a Refusal says what is in the way. The state lock is held."""
     if stop_requested():
         raise Refusal("the human has asked to stop: end the loop (`stop --undo` allows runs again)", STOPPED)
-    if running := recover():
-        raise Refusal(f"run {running['number']} is still running: wait for it")
+    for turn in recover():
+        if turn["on"] is None and on is None:
+            raise Refusal(f"run {turn['number']} is still running: wait for it")
     tag = current_tag()
     if tag is None:
         raise Refusal(NO_SERIES)
@@ -256,23 +413,43 @@ def ready_series():
     if not series.settings:  # its seed, its dataset: other ones would not compare
         raise Refusal(f"runs/{tag}.json, with what the series was begun with, is gone: bring it back, or begin another tag")
     adopt_settings(series)
-    number = series.number(series.best)
-    best = read_turn(number)["commit"] if number else resolve(series.best["commit"])
-    head = resolve("HEAD")
+    best, head = best_commit(series), resolve("HEAD")
     if best is None or git("merge-base", "--is-ancestor", best, head, check=False) is None:
-        if best and number:
+        if best and series.number(series.best):
             raise Refusal(f"{branch_of(tag)} was moved by hand and has lost its best: git merge {series.best['commit']} brings it back")
         raise Refusal(f"results.tsv is another series' (its best, {series.best['commit']}, is not on {branch_of(tag)}): move it into runs/")
-    if head != best:
-        changed = changed_files(best, head)
-        if "train.py" in changed:
-            raise Refusal(
-                f"train.py was committed by hand, and `try` does that: git reset --soft {best[:10]} takes the commit back, not the edit"
-            )
-        if others := [name for name in changed if not name.endswith(DOCUMENTS)]:
-            raise Refusal(f"{', '.join(others[:3])} changed on the branch since the best: numbers would not compare, begin a new series")
+    check_branch(best, head)
     check_files()
     return series, head
+
+
+def check_branch(best, head):
+    """Refuse where something that affects runs was committed to the branch by hand."""
+    changed = changed_files(best, head) if head != best else []
+    if "train.py" in changed:
+        raise Refusal(
+            f"train.py was committed by hand, and `try` does that: git reset --soft {best[:10]} takes the commit back, not the edit"
+        )
+    if others := [name for name in changed if not name.endswith(DOCUMENTS)]:
+        raise Refusal(f"{', '.join(others[:3])} changed on the branch since the best: numbers would not compare, begin a new series")
+
+
+def starting_point(tag, head, source):
+    """The commit whose train.py was edited into `source`: the branch's head, or an older best, where something was kept since."""
+    if HERE == ROOT:
+        base = resolve(base_reference(tag)) or head
+    else:
+        base = git("rev-parse", "HEAD", cwd=HERE)
+        others = [name for name in changed_files(base, head) if name != "train.py" and not name.endswith(DOCUMENTS)]
+        if git("merge-base", "--is-ancestor", base, head, check=False) is None or others:
+            raise Refusal(f"{HERE} is not on the series: git -C {shlex.quote(HERE)} checkout --detach {branch_of(tag)}")
+        check_files(cwd=HERE)
+    # Whoever has brought the best's changes in by hand has edited the best.
+    if program_of(base) != program_of(head) and merged(git_file(base), git_file(head), source) != source:
+        return base
+    if HERE == ROOT:
+        git("update-ref", "-d", base_reference(tag))
+    return head
 
 
 def start_noise(series, count):
@@ -280,5 +457,5 @@ def start_noise(series, count):
     best = series.best["commit"]
     used = {series.seed} | {line["seed"] for line in series.tried if line["commit"] == best}
     seed = next(seed for seed in itertools.count(42) if seed not in used)
-    commit = read_turn(series.number(series.best))["commit"] if series.number(series.best) else resolve(best)
+    commit = best_commit(series)
     return start_turn(series, "noise", f"noise: seed {seed} of {best}", commit, commit, git_file(commit), seed, remaining=count - 1)

@@ -8,7 +8,10 @@ from .processes import has_gpu
 
 
 def verdict(turn, outcome):
-    """keep, discard, crash, or None where nothing is known of the idea. Depends on nothing but the two."""
+    """keep, candidate, discard, crash, or None where nothing is known of the idea. Depends on nothing but the two.
+
+    A candidate is better than the best, and does not hold what was kept since it began: see `turns.try_again`.
+    """
     if outcome["state"] in ("environment", "stopped"):
         return None
     if outcome["state"] != "valid":
@@ -18,9 +21,9 @@ def verdict(turn, outcome):
     if turn["bar"] is None:
         return "keep"
     value, floor = outcome["summary"]["val_bpb"], turn["floor"] or 0.0
-    if value < turn["bar"] - turn["margin"] * floor:
-        return "keep"
-    return "keep" if turn["simpler"] and value <= turn["bar"] + floor else "discard"
+    if value < turn["bar"] - turn["margin"] * floor or turn["simpler"] and value <= turn["bar"] + floor:
+        return "candidate" if turn["outdated"] else "keep"
+    return "discard"
 
 
 def memory_gb(summary):
@@ -37,6 +40,8 @@ def row_text(turn, outcome, status):
         description = f"pruned: {description}"
     elif status == "crash" and outcome["reason"].startswith("invalid"):
         description = f"invalid: {description}"
+    elif status == "candidate":
+        status, description = "discard", f"candidate: {description}"
     return f"{turn['short']}\t{value:.6f}\t{memory:.1f}\t{status}\t{description}\n"
 
 

@@ -178,7 +178,7 @@ def test_status_and_show_are_short_and_true(series):
     assert ", better by 0.100000 than the baseline 2.000000\n" in output and "  PARAMS: 6, 5 kept, +0.020000\n" in output
     assert len(output.splitlines()) <= 40 and max(map(len, output.splitlines())) < 200
     status = json.loads(series.call("status", "--json"))
-    assert (status["experiments"], status["keeps"], status["crashes"], status["running"]) == (12, 5, 0, None)
+    assert (status["experiments"], status["keeps"], status["crashes"], status["running"]) == (12, 5, 0, [])
     assert status["best"]["val_bpb"] == status["bar"] == 1.9 and status["baseline"]["val_bpb"] == 2.0 and len(status["recent"]) == 10
     assert status["tried"]["PARAMS"]["tries"] == 6 and status["tried"]["VALUE"]["keeps"] == 5 and status["since_last_keep"] == 1
     shown = series.call("show", 3)
@@ -642,7 +642,7 @@ def test_many_experiments(series):
 
 
 def test_verdict_is_a_pure_function():
-    turn = {"kind": "try", "bar": 2.0, "floor": 0.01, "margin": 0.0, "simpler": False}
+    turn = {"kind": "try", "bar": 2.0, "floor": 0.01, "margin": 0.0, "simpler": False, "outdated": False}
 
     def of(value, state="valid", **changes):
         return verdict.verdict(turn | changes, {"state": state, "summary": {"val_bpb": value}, "reason": None})
@@ -650,6 +650,7 @@ def test_verdict_is_a_pure_function():
     assert of(1.999999) == "keep" and of(2.0) == of(2.1) == "discard"
     assert of(1.995, margin=1.0) == "discard" and of(1.985, margin=1.0) == "keep"
     assert of(2.01, simpler=True) == "keep" and of(2.011, simpler=True) == "discard" and of(2.001, simpler=True, floor=None) == "discard"
+    assert of(1.9, outdated=True) == of(2.01, simpler=True, outdated=True) == "candidate" and of(2.0, outdated=True) == "discard"
     assert of(9.0, kind="baseline", bar=None) == "keep" and of(1.0, kind="noise") == "discard"
     assert [of(1.0, state=s) for s in ("crash", "pruned", "environment", "stopped")] == ["crash", "discard", None, None]
 
