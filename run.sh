@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # One experiment: sets up what is missing (venv/, torch, packages, data), then trains. Arguments go to train.py, whose exit code this is.
 #
-#   ./run.sh
+#   ./run.sh                   one experiment
+#   ./run.sh --keep            the same; the trained model stays, as model.pt
 #   ./run.sh --doctor          what is wrong with this machine and how to mend it (doctor.py, which takes the arguments after it)
+#   ./run.sh --help            these lines; then it sets up what is missing, and train.py says what it takes
 #
-# Beside what env.sh reads:
+# Environment, beside what env.sh reads (README.md, "Settings", has all):
 #   AUTORESEARCH_TORCH_INDEX   the package index that torch comes from (a mirror, a nightly)
 #   AUTORESEARCH_TORCH         the torch to install, as pip writes it: "torch==2.14.1"
 #   AUTORESEARCH_DATASET, AUTORESEARCH_TIME_BUDGET, AUTORESEARCH_SEED, AUTORESEARCH_CACHE: see prepare.py
-# What was tried is in venv/.autoresearch/install.log.
+# Exit codes: train.py's, 0 after a summary; 3 if the machine or the data is at fault. What pip said is in venv/.autoresearch/install.log.
 set -euo pipefail
 
 ROOT=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
@@ -233,6 +235,7 @@ avoid_spaces() {
 }
 
 main() {
+    case "${1:-}" in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$ROOT/run.sh"; echo ;; esac  # the head of this file
     # shellcheck source=env.sh
     source "$ROOT/env.sh" || exit
     if [[ ${1:-} == --doctor ]]; then avoid_spaces && exec "$PYTHON" "$ROOT/doctor.py" "${@:2}"; fi

@@ -334,6 +334,17 @@ def test_exit_code_is_trains(ready, env, code):
     assert run(ready, env | {"TRAIN_CODE": str(code)}).returncode == code
 
 
+def test_help_says_first_what_run_sh_is(ready, env):
+    """Then what train.py takes, after setting up as for a run: experiment.py sets up so. The heading of the file is the help."""
+    for option in ("--help", "-h"):
+        result = run(ready, env, option)
+        first, rest = result.stdout.split("\n\ntrain ")
+        assert rest.startswith(f"['{option}'] ") and result.returncode == 0, result.stderr
+        assert first.startswith("One experiment: sets up what is missing") and "\n#" not in first and "set -e" not in first
+        assert all(f"\n  ./run.sh {name} " in first for name in ("--keep", "--doctor", "--help")) and "\nExit codes: " in first
+    assert "One experiment" not in run(ready, env, "--keep", "--help").stdout
+
+
 def test_changed_dependencies_are_installed(ready, env, wheels):
     make_wheel(wheels, "something-new", "1")
     text = (ready / "pyproject.toml").read_text()
