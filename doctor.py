@@ -4,7 +4,7 @@
     python doctor.py --probe     # and measured: copy bandwidth, GEMM, attention, the step on paper (minutes)
     python doctor.py --json      # the same as JSON: one paste into a bug report says all
     python doctor.py --stop      # what run.sh asks before each run: a line for each fault that would make it fail, freeze or lie
-    python doctor.py --list      # every check, as README.md lists them
+    python doctor.py --list      # every check, as docs/doctor.md lists them
 
 Exit code 3 if a run must not start, else 0. AUTORESEARCH_SKIP_CHECKS="memory, disk" leaves checks out, where you know better.
 
@@ -963,7 +963,7 @@ def screen(machine, rows, width=118):
 
 
 def listing():
-    """README.md's table of checks."""
+    """docs/doctor.md's table of checks."""
     head = ["| check | on | why it matters | what mends it |", "|---|---|---|---|"]
     rows = [f"| `{c.name}` ({c.level}) | {c.where.replace(' ', ', ')} | {c.why} | {c.mend.replace('|', chr(92) + '|')} |" for c in CHECKS]
     return "\n".join(head + rows)
@@ -998,7 +998,7 @@ def main():
     parser.add_argument("--before-install", action="store_true", help="with --stop: without what needs torch")
     parser.add_argument("--probe", action="store_true", help="measure too: bandwidth, GEMM, attention")
     parser.add_argument("--json", action="store_true", help="everything as JSON")
-    parser.add_argument("--list", action="store_true", help="every check, as in README.md")
+    parser.add_argument("--list", action="store_true", help="every check, as in docs/doctor.md")
     parser.add_argument("--canary", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that can't show a character

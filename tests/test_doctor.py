@@ -1,7 +1,7 @@
 """doctor.py on simulated machines: trees of files as Linux' /sys, /proc and /dev have them, what their commands answer, and what their
 torch says of itself. We have none of them. Processes, files, forks and, for the measurements, torch on the CPU are real.
 
-`python tests/test_doctor.py` prints what README.md shows of the simulated Strix Halo.
+`python tests/test_doctor.py` prints what README.md and docs/doctor.md show of simulated machines.
 """
 
 import faulthandler
@@ -711,20 +711,28 @@ def test_memory_cap_is_set_in_one_place_and_on_gfx1151_whatever_it_says_of_itsel
     assert names == ["machine.py"]
 
 
-# ---- README ----------------------------------------------------------------------------------------------------------------------
+# ---- what the documents show -----------------------------------------------------------------------------------------------------
+
+SHOWN = (
+    setting("HSA_OVERRIDE_GFX_VERSION", "11.0.0"),
+    content(CARD + "fw_version/mes_fw_version", "0x00000083"),
+    content(CARD + "mem_info_gtt_total", str(62 * GIB)),
+    no_flash,
+)
 
 
-def simulated(root):
-    """What doctor.py says of a simulated Strix Halo with some faults."""
+def simulated(root, faults):
+    """What doctor.py says of a simulated Strix Halo with these faults."""
     machine = strix_halo(root)
-    for break_it in (
-        setting("HSA_OVERRIDE_GFX_VERSION", "11.0.0"),
-        content(CARD + "fw_version/mes_fw_version", "0x00000083"),
-        content(CARD + "mem_info_gtt_total", str(62 * GIB)),
-        no_flash,
-    ):
+    for break_it in faults:
         break_it(machine)
     return doctor.screen(machine, [row for check in CHECKS if "gfx1151" in check.where and (row := doctor.examine(check, machine))])
+
+
+def demonstration(root):
+    """What it says of a simulated machine without a GPU."""
+    machine = cpu(root)
+    return doctor.screen(machine, doctor.diagnose(machine))
 
 
 def test_any_locale_and_a_reader_that_leaves():
@@ -738,13 +746,20 @@ def test_any_locale_and_a_reader_that_leaves():
     assert done.returncode == 1 and done.stderr == ""
 
 
-def test_readme_is_the_list(tmp_path):
-    readme = (PROJECT / "README.md").read_text()
-    assert doctor.listing() in readme, "python doctor.py --list"
-    assert simulated(tmp_path) in readme, "python tests/test_doctor.py"
-    assert "AUTORESEARCH_SKIP_CHECKS" in readme and f"--what={doctor.STAY_AWAKE} " in (PROJECT / "run.sh").read_text()
+def test_documents_show_what_it_says(tmp_path):
+    readme, page = (PROJECT / "README.md").read_text(), (PROJECT / "docs/doctor.md").read_text()
+    assert page.count(doctor.listing()) == 1 and page.count("\n| `") == len(CHECKS), "python doctor.py --list"
+    for document, screen in (
+        (readme, simulated(tmp_path / "one", SHOWN[:1])),
+        (page, simulated(tmp_path / "four", SHOWN)),
+        (page, demonstration(tmp_path / "none")),
+    ):
+        assert f"```\n{screen}\n```\n" in document, "python tests/test_doctor.py"
+    assert "AUTORESEARCH_SKIP_CHECKS" in readme and "AUTORESEARCH_SKIP_CHECKS" in page and "(docs/doctor.md)" in readme
+    assert f"--what={doctor.STAY_AWAKE} " in (PROJECT / "run.sh").read_text()
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        print(simulated(folder))
+        root = Path(folder)
+        print(simulated(root / "one", SHOWN[:1]), simulated(root / "four", SHOWN), demonstration(root / "none"), sep="\n\n")
