@@ -110,15 +110,25 @@ def ledger_lines(path):
         data = path.read_bytes()
     except FileNotFoundError:
         return
-    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     columns = COLUMNS
-    for line in data.decode(encoding, errors="replace").split("\n"):  # splitlines() would also cut at a form feed or U+2028
+    for line in decoded(data).split("\n"):  # splitlines() would also cut at a form feed or U+2028
         line = line.strip("\r\ufeff")
         names = [name.strip().lower() for name in line.split("\t")]
         if names[0] == "commit" and "val_bpb" in names:
             columns = names
         elif line.strip():
             yield line.split("\t", len(columns) - 1), columns
+
+
+def decoded(data):
+    """A ledger's text: UTF-8, or UTF-16 as Windows' PowerShell saves it, with or without its mark; then UTF-8 in what was appended."""
+    if data[:2] not in (b"\xff\xfe", b"\xfe\xff") and 0 not in data[:2]:
+        return data.decode("utf-8-sig", errors="replace")
+    little = data[:2] == b"\xff\xfe" or data[1] == 0
+    end = data.rfind(b"\0") + (1 if little else 2)  # after the last line break: UTF-8 has no NUL
+    if b"\t" not in data[end:]:
+        end = len(data)
+    return data[:end].decode("utf-16-le" if little else "utf-16-be", errors="replace") + data[end:].decode(errors="replace")
 
 
 def parse_row(fields, columns):
@@ -139,31 +149,59 @@ def parse_row(fields, columns):
 
 
 def number(value):
-    """float(value) if that is a finite number, otherwise NaN."""
+    """float(value) if that is a number that something here can have, otherwise NaN."""
     try:
         value = float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
-    return value if math.isfinite(value) else math.nan
+    return value if abs(value) < 1e15 else math.nan  # which sums, squares and axes bear
 
 
 LOSSES = re.compile(rb'"losses"\s*:\s*\[\s*\[[^"]*\]\s*\]')  # most of an outcome.json, and not read here
+NUMBER = (int, float)
+TYPES = {  # of what is read here; null only where experiment.py writes it
+    **dict.fromkeys(("tag", "kind", "commit", "state", "started"), (str,)),
+    **dict.fromkeys(("reason", "device"), (str, type(None))),
+    **dict.fromkeys(("number", "seed"), (int,)),
+    "seconds": (dict,),
+    "summary": (dict, type(None)),
+}
 
 
 def read_outcomes(folder):
     """(outcomes in the order of their runs, how many could not be read). A run without outcome.json is still going on."""
     outcomes, unreadable = [], 0
-    for name in sorted((name for name in os.listdir(folder) if name.isdecimal()), key=int) if folder.is_dir() else []:
+    names = os.listdir(folder) if folder.is_dir() else []
+    for name in sorted((name for name in names if re.fullmatch(r"[0-9]{1,9}", name)), key=int):
         try:
             with open(f"{folder}/{name}/outcome.json", "rb") as f:
-                outcome = json.loads(LOSSES.sub(b'"losses":[]', f.read()))
-            outcome["folder"] = f"{folder}/{name}"
-            outcomes.append(outcome)
+                outcome = checked(json.loads(LOSSES.sub(b'"losses":[]', f.read())))
+            outcomes.append(outcome | {"number": int(name), "folder": f"{folder}/{name}"})
         except FileNotFoundError:
             pass
         except (OSError, ValueError, TypeError, RecursionError):
             unreadable += 1
     return outcomes, unreadable
+
+
+def checked(outcome):
+    """The outcome; TypeError or ValueError where it says something that experiment.py does not write. Anything may be missing."""
+    check_types({"outcome": outcome}, {"outcome": (dict,)})
+    check_types(outcome, TYPES)
+    seconds, summary = outcome.get("seconds", {}), outcome.get("summary") or {}
+    check_types(seconds, dict.fromkeys(seconds, NUMBER))
+    check_types(summary, dict.fromkeys(summary, (*NUMBER, str)))  # a model's "n/a", a crash's "nan"
+    if outcome.get("state") == "valid":
+        check_types(summary, {"val_bpb": NUMBER})
+    return outcome
+
+
+def check_types(values, types):
+    for name, value in values.items():
+        if name in types and type(value) not in types[name]:
+            raise TypeError(f"{name}: {value!r}")
+        if type(value) is str:
+            value.encode()  # UnicodeEncodeError, a ValueError: a half character, which no file takes
 
 
 def join(rows, outcomes):
@@ -340,7 +378,8 @@ def hours(night):
     runs = [run for run in [*night.rows["run"], *night.without_row] if run and section(run, "seconds", "total") > 0]
     if not runs:
         return None
-    seconds = {name: np.array([section(run, "seconds", name) for run in runs]) for name in ("startup", "training", "evaluation", "total")}
+    names = ("startup", "training", "evaluation", "total")
+    seconds = {name: np.clip([section(run, "seconds", name) for run in runs], 0, None) for name in names}
     started = timestamps(str(run.get("started")) for run in runs)
     wall = (started + pd.to_timedelta(seconds["total"], unit="s", errors="coerce")).max() - started.min()
     parts = {name: float(np.nansum(values) / 3600) for name, values in seconds.items()}

@@ -54,10 +54,14 @@ ODD = (
     lambda text: text.encode(),
     lambda text: text.encode("utf-8-sig"),
     lambda text: text.encode("utf-16"),
+    lambda text: text.encode("utf-16-be"),
+    lambda text: text[:261].replace("\n", "\r\n").encode("utf-16") + text[261:].encode(),
+    lambda text: text[:261].encode("utf-16-be") + text[261:].encode(),
     lambda text: text.replace("\n", "\r\n").encode(),
     lambda text: text.removeprefix(HEADER).rstrip("\n").encode(),
     lambda text: (HEADER + text).encode(),
-], ids=["plain", "BOM", "UTF-16", "CRLF", "no header, torn end", "two headers"])  # fmt: skip
+], ids=["plain", "BOM", "UTF-16", "UTF-16 without mark", "UTF-16, then UTF-8", "the same without mark", "CRLF", "no header, torn end",
+        "two headers"])  # fmt: skip
 def test_reads_every_row(tmp_path, encode):
     """users.md's crash first, quotes, tabs, nan, absurd numbers: every row is there, none of the bad ones is in a statistic."""
     night = results.read(ledger(tmp_path, encode(HEADER + ODD)))
@@ -132,7 +136,7 @@ def test_any_bytes(tmp_path_factory, content):
     """Nothing that a file can hold raises, and no row gets lost."""
     night = results.read(ledger(tmp_path_factory.mktemp("any"), content))
     s = json.loads(results.as_json(night))
-    if not content.startswith((b"\xff\xfe", b"\xfe\xff")):
+    if not content.startswith((b"\xff\xfe", b"\xfe\xff")) and 0 not in content[:2]:  # UTF-16
         lines = [text.strip("\r\ufeff") for text in content.decode("utf-8-sig", "replace").split("\n")]
         headers = [text for text in lines if {"commit", "val_bpb"} <= {name.strip().lower() for name in text.split("\t")}]
         assert len([text for text in lines if text.strip()]) - len(headers) <= s["rows"] <= len([text for text in lines if text.strip()])
@@ -177,9 +181,57 @@ def test_rows_find_their_runs(tmp_path):
     assert [os.path.basename(run["folder"]) for run in night.rows["run"]] == ["2", "3", "4", "6", "7", "8"]
     assert list(night.rows["kind"]) == ["baseline", "noise", "noise", "try", "try", "try"]
     assert night.summary["without_row"] == {"environment": 1, "stopped": 1}
-    assert night.odd == {"outcome.json that can't be read": 3} and night.name == "nov29"
+    assert night.odd == {"outcome.json that can't be read": 4} and night.name == "nov29"
     earlier = results.read(tmp_path / "runs" / "nov28.tsv")
     assert earlier.rows["run"][0]["number"] == 1 and earlier.name == "nov28" and not earlier.without_row
+
+
+EDITED = {
+    "number": [None, "2", 2.0, [2], True], "seed": [None, "43", [43]], "commit": [None, 7, [B]], "kind": [None, ["try"], {}],
+    "tag": [None, 29, []], "state": [None, 1, ["valid"]], "started": [None, 1764453600, {}], "reason": [3, ["slow"]],
+    "device": [["Radeon"], {"name": "Radeon"}, "half a \ud83d"], "seconds": [None, 700, [700], {"total": "700"}, {"total": None}],
+    "summary": [1.19, [1.19], {"val_bpb": "1.19"}, {"val_bpb": None}, {"val_bpb": 1.19, "num_steps": [690]}, {"dataset": None}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in EDITED.items() for value in values], ids=str)
+def test_edited_outcome_is_counted_as_unreadable(tmp_path, name, value):
+    """Something of another type than experiment.py writes: the row counts, its run says nothing, and nothing raises."""
+    write_run(tmp_path, outcome(1, A, 1.2, "baseline"))
+    write_run(tmp_path, outcome(2, B, 1.19))
+    (tmp_path / "runs" / "2" / "outcome.json").write_text(json.dumps(outcome(2, B, 1.19) | {name: value}))
+    path = ledger(tmp_path, HEADER + row(A, 1.2, 6, "keep", "baseline") + row(B, 1.19, 6, "keep", "halve the batch"))
+    night = results.read(path)
+    assert night.odd == {"outcome.json that can't be read": 1} and [run and run["number"] for run in night.rows["run"]] == [1, None]
+    assert night.summary["best"]["val_bpb"] == 1.19 and night.summary["hours"]["runs"] == 1
+    assert "odd: 1 × outcome.json that can't be read" in results.one_line(night)
+    assert results.overview(night) and results.experiments_table(night).count("<details>") == 1
+
+
+def test_what_is_missing_or_null_by_right_is_not_odd(tmp_path):
+    """A crash has no summary, and what it printed may be words; an older run lacks what came since."""
+    write_run(tmp_path, outcome(1, A, 1.2, "baseline") | {"reason": None, "signal": None})
+    write_run(tmp_path, outcome(2, B, state="crash", reason="oh") | {"device": None, "seconds": {}})
+    write_run(tmp_path, outcome(3, C, state="crash", reason="invalid: NaN") | {"summary": {"val_bpb": "nan", "mfu_percent": "n/a"}})
+    write_run(tmp_path, {"number": 4, "commit": D, "state": "valid"})
+    rows = [row(A, 1.2, 6, "keep", "baseline"), *(row(commit, 0, 0, "crash", "x") for commit in (B, C)), row(D, 1.1, 6, "keep", "y")]
+    night = results.read(ledger(tmp_path, HEADER + "".join(rows)))
+    assert not night.odd and [run["number"] for run in night.rows["run"]] == [1, 2, 3, 4] and list(night.rows["number"]) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("value", [1.7e308, -1e308, 10**400, -5])
+def test_numbers_that_can_not_be(tmp_path, value):
+    """No sum, square or axis overflows, and no share is of a time below nothing."""
+    write_run(tmp_path, outcome(1, A, 1.2, "baseline"))
+    absurd = outcome(2, B, 1.19)
+    absurd["seconds"] |= dict.fromkeys(("startup", "training"), value)
+    absurd["summary"] |= dict.fromkeys(("tok_per_sec", "mfu_percent", "num_steps"), value)
+    write_run(tmp_path, absurd)
+    night = results.read(ledger(tmp_path, HEADER + row(A, 1.2, 6, "keep", "baseline") + row(B, 1.19, 6, "keep", "x")))
+    assert night.summary["hours"]["training"] * 3600 == 600 and night.summary["hours"]["other"] * 3600 == pytest.approx(20 + 640)
+    for draw in (results.draw_progress, results.draw_hours, results.draw_memory, results.draw_speed):
+        assert results.png(draw(night))
+    assert results.hours_text(night) and results.experiments_table(night)
 
 
 def test_times_that_can_not_be(tmp_path):
