@@ -60,7 +60,7 @@ class Night:
 
     @functools.cached_property
     def kept(self):
-        return self.valid[self.valid["status"] == "keep"]
+        return self.rows[is_kept(self.rows)]
 
     @functools.cached_property
     def summary(self):
@@ -84,24 +84,13 @@ def read(path=None):
         folder = folder.parent
     outcomes, unreadable = read_outcomes(folder / "runs")
     without_row = join(rows, outcomes)
-    numbers = [(row["run"] or {}).get("number") for row in rows]
-    if not all(isinstance(n, int) for n in numbers) or any(b <= a for a, b in zip(numbers, numbers[1:])):
-        numbers = range(1, len(rows) + 1)  # of `experiment.py show` where all have one
-    for n, row in zip(numbers, rows):
-        row |= {"number": n} | facts(row["run"])
-        if (row["run"] or {}).get("kind") == "baseline":
-            row["kind"] = "baseline"
+    for row, number in zip(rows, numbers(rows)):
+        row |= {"number": number} | facts(row["run"])
         if row["state"] == "pruned" or row["description"].startswith("pruned:"):  # stopped early on purpose: no number is right
             row["odd"] = ""
-    if not any(row["kind"] == "baseline" and row["valid"] for row in rows):  # then it is the first keep, or the first result
-        results = [row for row in rows if row["valid"] and row["kind"] == "try"]
-        for row in [*(row for row in results if row["status"] == "keep"), *results][:1]:
-            row["kind"] = "baseline"
+    name_baseline(rows)
     odd = Counter(row["odd"] for row in rows if row["odd"]) + Counter({"outcome.json that can't be read": unreadable})
-    frame = pd.DataFrame(rows, columns=["number", *COLUMNS, "kind", "seed", "valid", "odd", "run", *facts(None)])
-    numbers = {name: float for name, value in facts(None).items() if value != value} | {"val_bpb": float, "memory_gb": float}
-    frame = frame.astype(numbers | {"number": int, "valid": bool})  # which an empty frame does not know by itself
-    return Night(path, with_progress(frame), without_row, odd)
+    return Night(path, with_progress(as_frame(rows)), without_row, odd)
 
 
 def ledger_lines(path):
@@ -135,7 +124,7 @@ def parse_row(fields, columns):
     row = dict.fromkeys(COLUMNS, "") | dict(zip(columns, fields))
     row = {name: re.sub(r"[\x00-\x1f\x7f]+", " ", row[name]).strip() for name in COLUMNS}
     row["commit"], row["status"] = row["commit"].lower(), row["status"].lower()
-    row["val_bpb"], row["memory_gb"] = number(row["val_bpb"]), number(row["memory_gb"])
+    row["val_bpb"], row["memory_gb"] = as_number(row["val_bpb"]), as_number(row["memory_gb"])
     row["valid"] = row["status"] in ("keep", "discard") and 0 < row["val_bpb"] <= HIGHEST
     noise = re.match(r"noise: seed (\d{1,18}) of ", row["description"])
     row["kind"], row["seed"] = ("noise", int(noise[1])) if noise else ("try", None)
@@ -148,7 +137,7 @@ def parse_row(fields, columns):
     return row
 
 
-def number(value):
+def as_number(value):
     """float(value) if that is a number that something here can have, otherwise NaN."""
     try:
         value = float(value)
@@ -212,7 +201,7 @@ def join(rows, outcomes):
     by_commit = defaultdict(list)
     for outcome in reversed(outcomes):  # the latest first
         if outcome.get("state") not in ("environment", "stopped"):  # those have no row
-            by_commit[str(outcome.get("commit"))[:7].lower()].append(outcome)
+            by_commit[outcome.get("commit", "")[:7].lower()].append(outcome)
     taken, tags = set(), set()
     for row in reversed(rows):
         waiting = by_commit[row["commit"][:7]] if len(row["commit"]) >= 7 else []
@@ -222,46 +211,72 @@ def join(rows, outcomes):
         if row["run"]:
             waiting.remove(row["run"])
             taken.add(row["run"]["folder"])
-            tags.add(str(row["run"].get("tag")))
-    return [outcome for outcome in outcomes if outcome["folder"] not in taken and str(outcome.get("tag")) in tags]
+            tags.add(row["run"].get("tag"))
+    return [outcome for outcome in outcomes if outcome["folder"] not in taken and outcome.get("tag") in tags]
 
 
 def belongs(row, outcome):
-    if row["kind"] == "noise":
-        if outcome.get("kind") != "noise" or outcome.get("seed") != row["seed"]:
-            return False
-    elif outcome.get("kind") == "noise":
+    noise = row["kind"] == "noise"
+    if noise != (outcome.get("kind") == "noise") or noise and outcome.get("seed") != row["seed"]:
         return False
-    return str(outcome.get("commit")).lower().startswith(row["commit"])
+    return outcome.get("commit", "").lower().startswith(row["commit"])
 
 
 def section(outcome, name, key):
     """outcome[name][key] as a number, NaN where anything of it is missing."""
-    part = outcome.get(name)
-    return number(part.get(key)) if isinstance(part, dict) else math.nan
+    return as_number((outcome.get(name) or {}).get(key))
 
 
 def facts(run):
     """What a row takes over from its run, empty where there is none."""
     run = run or {}
-    summary = run.get("summary") if isinstance(run.get("summary"), dict) else {}
-    text = lambda value: "" if value is None else str(value)
+    summary = run.get("summary") or {}
     return {
-        **{name: text(run.get(name)) for name in ("tag", "state", "reason", "started")},
+        **{name: run.get(name) or "" for name in ("tag", "state", "reason", "started")},
         **{name: section(run, "seconds", name) for name in ("startup", "training", "evaluation", "total")},
         **{name: section(run, "summary", name) for name in ("num_steps", "mfu_percent", "tok_per_sec")},
-        **{name: text(summary.get(name)) for name in ("dataset", "fingerprint")},
-        "device": text(run.get("device") or summary.get("device")),
+        **{name: str(summary.get(name, "")) for name in ("dataset", "fingerprint")},
+        "device": run.get("device") or str(summary.get("device", "")),
     }
+
+
+def numbers(rows):
+    """Of `experiment.py show` where every row has its run and they ascend, else counted from 1."""
+    found = [row["run"]["number"] for row in rows if row["run"]]
+    ascending = all(a < b for a, b in zip(found, found[1:]))
+    return found if len(found) == len(rows) and ascending else range(1, len(rows) + 1)
+
+
+def name_baseline(rows):
+    """The rows whose runs say so; where none of them has a result, the first keep, or else the first result."""
+    for row in rows:
+        if row["run"] and row["run"].get("kind") == "baseline":
+            row["kind"] = "baseline"
+    if not any(row["kind"] == "baseline" and row["valid"] for row in rows):
+        results = [row for row in rows if row["valid"] and row["kind"] == "try"]
+        for row in sorted(results, key=lambda row: row["status"] != "keep")[:1]:
+            row["kind"] = "baseline"
+
+
+def as_frame(rows):
+    """The rows with their types, which an empty frame does not know by itself."""
+    known = facts(None)
+    floats = ["val_bpb", "memory_gb", *(name for name, value in known.items() if value != value)]
+    frame = pd.DataFrame(rows, columns=["number", *COLUMNS, "kind", "seed", "valid", "odd", "run", *known])
+    return frame.astype(dict.fromkeys(floats, float) | {"number": int, "valid": bool})
 
 
 def timestamps(texts):
     return pd.to_datetime(pd.Series(list(texts), dtype=str), errors="coerce", utc=True, format="ISO8601")
 
 
+def is_kept(rows):
+    return rows["valid"] & (rows["status"] == "keep")
+
+
 def with_progress(rows):
     """The rows with best (the lowest kept so far), gain of a keep over the best before it, tries since that one, start in hours."""
-    kept = rows["valid"] & (rows["status"] == "keep")
+    kept = is_kept(rows)
     rows["best"] = rows["val_bpb"].where(kept).cummin().ffill().astype(float)
     rows["gain"] = (rows["best"].shift() - rows["val_bpb"]).where(kept).astype(float)
     tries = (rows["kind"] == "try").cumsum()
@@ -336,19 +351,18 @@ def idea(row):
     def first(text):
         return next((kind for kind, pattern in IDEAS.items() if re.search(pattern, text, re.I)), None)
 
-    found = first(row["description"])
-    if not found and row["run"]:
+    kind = first(row["description"])
+    if not kind and row["run"]:
         changed = re.findall(r"^[+-](?![+-]).*", read_text(f"{row['run']['folder']}/change.diff", 20_000), re.M)
-        found = first("\n".join(changed))
-    return found or "other"
+        kind = first("\n".join(changed))
+    return kind or "other"
 
 
 def ideas(night):
     """A line for each kind of idea, the most fruitful first: tries, keep, crash, rate of keeps, gain in all, best single gain."""
     rows = tried(night)
-    kept = rows["valid"] & (rows["status"] == "keep")
     kinds = [idea(row) for row in records(rows[["description", "run"]])]
-    rows = rows.assign(idea=kinds, keep=kept, crash=rows["status"] == "crash", gain=rows["gain"].clip(lower=0))
+    rows = rows.assign(idea=kinds, keep=is_kept(rows), crash=rows["status"] == "crash", gain=rows["gain"].clip(lower=0))
     columns = {"tries": ("number", "size"), "keep": ("keep", "sum"), "crash": ("crash", "sum"), "rate": ("keep", "mean")}
     table = rows.groupby("idea").agg(**columns, gain=("gain", "sum"), best=("gain", "max"))
     return table.sort_values(["gain", "keep", "tries"], ascending=[False, False, True], kind="stable").reset_index()
@@ -380,7 +394,7 @@ def hours(night):
         return None
     names = ("startup", "training", "evaluation", "total")
     seconds = {name: np.clip([section(run, "seconds", name) for run in runs], 0, None) for name in names}
-    started = timestamps(str(run.get("started")) for run in runs)
+    started = timestamps(run.get("started", "") for run in runs)
     wall = (started + pd.to_timedelta(seconds["total"], unit="s", errors="coerce")).max() - started.min()
     parts = {name: float(np.nansum(values) / 3600) for name, values in seconds.items()}
     inside = parts.pop("total")
@@ -407,7 +421,7 @@ def summarize(night):
         "repeats": int((rows["kind"] == "noise").sum()),
         **counts,
         "other_status": len(rows) - sum(counts.values()),
-        "keep_rate": (tries["valid"] & (tries["status"] == "keep")).mean() if len(tries) else None,
+        "keep_rate": is_kept(tries).mean() if len(tries) else None,
         "crash_rate": (tries["status"] == "crash").mean() if len(tries) else None,
         "odd": dict(night.odd),
         "without_row": dict(Counter(str(run.get("state")) for run in night.without_row)),
@@ -613,7 +627,7 @@ def fixed(name, digits=6, sign=False):
     """What makes a cell's text: the number under that name, nothing where there is none."""
 
     def make(row):
-        value = number(row[name])
+        value = as_number(row[name])
         return "" if math.isnan(value) else signed(value, digits) if sign else f"{value:,.{digits}f}"
 
     return make
@@ -633,9 +647,8 @@ def overview(night):
         cards += [("gain", f"{s['gain']:.6f}", below)]
     if s["rows"]:
         kinds = [f"{s[status]} {status}" for status in STATUSES] + [f"{s['other_status']} of another status"] * bool(s["other_status"])
-        cards += [
-            ("experiments", f"{s['rows']:,}", ", ".join(kinds) + f"; {s['repeats']} of them only to know the noise" * bool(s["repeats"]))
-        ]
+        repeats = f"; {s['repeats']} of them only to know the noise" * bool(s["repeats"])
+        cards += [("experiments", f"{s['rows']:,}", ", ".join(kinds) + repeats)]
     if s["tries"]:
         cards += [("tries kept", f"{100 * s['keep_rate']:.0f} %", f"of {s['tries']:,}; {100 * s['crash_rate']:.0f} % crashed")]
     if s["hours"]:
@@ -771,27 +784,22 @@ def dots(axes, x, y, size=24, **more):
     axes.scatter(x, y, size, **dict(color=BLUE, edgecolors=CARD, linewidths=0.6, zorder=5) | more)
 
 
+def scale(rows):
+    """(low, high, their distance): what was kept sets the scale of val_bpb, and the better part of the rest."""
+    low, high = rows["val_bpb"].min(), max([rows["val_bpb"].quantile(0.75), *rows["val_bpb"][is_kept(rows)]])
+    return low, high, max(high - low, 1e-3)
+
+
 @drawn
 def draw_progress(night):
     """Every experiment and the best so far: the picture of the night."""
-    s, valid, kept, n = night.summary, night.valid, night.kept, len(night.rows)
-    title = f"{night.name}: " if n else ""
-    if s["best"]:
-        title += f"val_bpb {s['baseline']['val_bpb']:.4f} → {s['best']['val_bpb']:.4f}"
-        title += f" ({signed(-100 * s['gain'] / s['baseline']['val_bpb'], 2)} %)" if s["gain"] else ""
-    else:
-        title += "no valid result yet" if n else "no experiment yet"
-    words = [count(n, "experiment") + (f" in {duration(s['hours']['wall'])}" if s["hours"] else "")]
-    words += [f"{s['keep']} kept", f"{s['crash']} crashed"]
-    words += [f"noise floor {s['noise_floor']:.4f}"] if s["noise_floor"] is not None else []
-    figure, (axes,) = card(4.7, cut(title, 60), cut(" · ".join(words + s["devices"]), 98) if n else "")
+    valid, kept, n = night.valid, night.kept, len(night.rows)
+    figure, (axes,) = card(4.7, *progress_title(night))
     if not len(valid):
         empty(axes, "lower is better; there is nothing to show yet")
         return figure
-    # What was kept sets the scale, and the better part of the rest; what is far off is shown at the edge.
-    low, high = valid["val_bpb"].min(), max([valid["val_bpb"].quantile(0.75), *kept["val_bpb"]])
-    span = max(high - low, 1e-3)
-    top, bottom = high + 0.12 * span, low - 0.18 * span
+    low, high, span = scale(valid)
+    top, bottom = high + 0.12 * span, low - 0.18 * span  # what is far off is shown at the edge
     first, last = night.rows["number"].iloc[0] - 0.5, night.rows["number"].iloc[-1] + 0.5
     axes.set(ylim=(bottom, top), xlim=(first - 0.01 * n, last + 0.01 * n), xlabel="experiment")
     axes.xaxis.set_label_coords(1.0, -0.083, axes.transAxes)
@@ -802,8 +810,7 @@ def draw_progress(night):
     size = float(np.clip(1200 / n, 5, 26))  # the more, the smaller
     if len(kept):
         dots(axes, kept["number"], kept["val_bpb"], 1.2 * max(size, 11), label="keep")
-    noise, others = valid["kind"] == "noise", valid["status"] != "keep"
-    shown = valid["val_bpb"] <= top
+    noise, others, shown = valid["kind"] == "noise", valid["status"] != "keep", valid["val_bpb"] <= top
     marks = [("discard", others & ~noise & shown, {}), ("off the scale", others & ~noise & ~shown, dict(marker="^"))]
     marks += [("other seed", others & noise, dict(marker="D", color=INK, linewidths=1.3, zorder=4))]
     for label, which, how in marks:
@@ -812,18 +819,39 @@ def draw_progress(night):
     crashed = night.rows["number"][night.rows["status"] == "crash"]
     if len(crashed):
         axes.scatter(crashed, [bottom + 0.04 * span] * len(crashed), size, marker="x", color=ORANGE, linewidths=1.1, label="crash")
-    line = kept[["number", "best"]].to_numpy(float)
-    if len(line):
-        line = np.concatenate([line, [[last, line[-1, 1]]]])
-        axes.step(*line.T, where="post", color=BLUE, linewidth=1.4, zorder=4)
-        if s["noise_floor"]:
-            band = (line[:, 1] - s["noise_floor"], line[:, 1] + s["noise_floor"])
-            axes.fill_between(line[:, 0], *band, step="post", color=BLUE, alpha=0.13, linewidth=0, label="± noise floor")
-    scale = math.sqrt(24 / size)
+    line = draw_best(axes, kept, last, night.summary["noise_floor"])
     place = dict(loc="upper left", bbox_to_anchor=(-0.012, -0.075), ncols=6, borderaxespad=0)
-    axes.legend(**place, handletextpad=0.3, columnspacing=1.3, handlelength=1.3, markerscale=scale)
+    axes.legend(**place, handletextpad=0.3, columnspacing=1.3, handlelength=1.3, markerscale=math.sqrt(24 / size))
     place_labels(axes, labels(night), stairs(line), valid[["number", "val_bpb"]].to_numpy(float))
     return figure
+
+
+def progress_title(night):
+    s, n = night.summary, len(night.rows)
+    if not n:
+        return "no experiment yet", ""
+    if s["best"]:
+        title = f"{night.name}: val_bpb {s['baseline']['val_bpb']:.4f} → {s['best']['val_bpb']:.4f}"
+        title += f" ({signed(-100 * s['gain'] / s['baseline']['val_bpb'], 2)} %)" if s["gain"] else ""
+    else:
+        title = f"{night.name}: no valid result yet"
+    words = [count(n, "experiment") + (f" in {duration(s['hours']['wall'])}" if s["hours"] else "")]
+    words += [f"{s['keep']} kept", f"{s['crash']} crashed"]
+    words += [f"noise floor {s['noise_floor']:.4f}"] if s["noise_floor"] is not None else []
+    return cut(title, 60), cut(" · ".join(words + s["devices"]), 98)
+
+
+def draw_best(axes, kept, last, floor):
+    """The best so far as stairs, to x = `last`, and the noise floor around it. Returns the steps (n, 2)."""
+    line = kept[["number", "best"]].to_numpy(float)
+    if not len(line):
+        return line
+    line = np.concatenate([line, [[last, line[-1, 1]]]])
+    axes.step(*line.T, where="post", color=BLUE, linewidth=1.4, zorder=4)
+    if floor:
+        band = (line[:, 1] - floor, line[:, 1] + floor)
+        axes.fill_between(line[:, 0], *band, step="post", color=BLUE, alpha=0.13, linewidth=0, label="± noise floor")
+    return line
 
 
 def labels(night):
@@ -856,13 +884,10 @@ def place_labels(axes, texts, line, points):
             left, middle = start[0] - (width if side < 0 else 0), start[1]
             box = (left - 3 * px, middle - height / 2 - px, left + width + 3 * px, middle + height / 2 + px)
             leader = along(np.array([point, start]), 4 * px)[2:]
-            if box[0] < frame.x0 or box[2] > frame.x1 or box[1] < frame.y0 + 16 * px or box[3] > frame.y1 or covered(line, box):
+            inside = frame.x0 <= box[0] and box[2] <= frame.x1 and frame.y0 + 16 * px <= box[1] and box[3] <= frame.y1
+            if not inside or covered(line, box) or covered(points, box) > 3:
                 continue
-            if (
-                covered(points, box) > 3
-                or any(overlap(box, other) or covered(leader, other) for other in boxes)
-                or any(covered(other, box) for other in leaders)
-            ):
+            if any(overlap(box, other) or covered(leader, other) for other in boxes) or any(covered(other, box) for other in leaders):
                 continue
             crossings = sum(covered(line, (*(p - 2 * px), *(p + 2 * px))) > 0 for p in leader[2:])
             options.append((3 * covered(points, box) + 4 * crossings + (abs(rise) + push) / 8, side, rise, push, box, leader))
@@ -923,15 +948,13 @@ def draw_hours(night):
 def draw_memory(night):
     """Memory against val_bpb, and the results that nothing beats in both."""
     rows, front = night.valid[night.valid["memory_gb"] > 0], pareto(night)
-    figure, (axes,) = card(
-        3.8, "What memory buys", "the line joins the results that no other one beats in both memory and val_bpb: the Pareto front"
-    )
+    words = "the line joins the results that no other one beats in both memory and val_bpb: the Pareto front"
+    figure, (axes,) = card(3.8, "What memory buys", words)
     if not len(rows):
         empty(axes, "no result with its memory yet")
         return figure
-    kept = rows["status"] == "keep"
-    low, high = rows["val_bpb"].min(), max([rows["val_bpb"].quantile(0.75), *rows["val_bpb"][kept]])
-    span = max(high - low, 1e-3)
+    kept = is_kept(rows)
+    low, high, span = scale(rows)
     size, top = float(np.clip(3000 / len(rows), 6, 18)), high + 0.15 * span
     for which, marker in ((rows["val_bpb"] <= top, "o"), (rows["val_bpb"] > top, "^")):  # what is far off is shown at the edge
         rings(axes, rows["memory_gb"][~kept & which], rows["val_bpb"][~kept & which].clip(upper=top - 0.03 * span), size, marker=marker)
@@ -960,7 +983,7 @@ def draw_speed(night):
         return figure
     timed = night.rows["start_hours"].notna().any()
     x = night.rows["start_hours"] if timed else night.rows["number"]
-    kept = night.rows["valid"] & (night.rows["status"] == "keep")
+    kept = is_kept(night.rows)
     for axes, name in zip(panels, known):
         values = night.rows[name]
         rings(axes, x[~kept], values[~kept])
@@ -983,10 +1006,8 @@ def comparable(nights):
     """(whether their numbers compare, why), by the fingerprints of their runs."""
     prints = {text for night in nights for text in night.summary["fingerprints"]}
     if len(prints) > 1:
-        return (
-            False,
-            f"The fingerprints differ ({', '.join(sorted(prints))}): data or time budget were not the same, so val_bpb does not compare.",
-        )
+        names = ", ".join(sorted(prints))
+        return False, f"The fingerprints differ ({names}): data or time budget were not the same, so val_bpb does not compare."
     if not all(night.summary["fingerprints"] for night in nights):
         return True, "Not all say their fingerprint: val_bpb compares only if data and time budget were the same."
     return True, f"All have the fingerprint {prints.pop()}: val_bpb compares."
@@ -1001,13 +1022,9 @@ def compare_table(nights):
         where = f"{html.escape(s['name'])}<small>{html.escape(', '.join(s['devices']))}</small>"
         rows.append(s | {"start": start["val_bpb"], "end": end["val_bpb"], "description": end["description"], "where": where})
     columns = {"night": lambda row: row["where"], "experiments": fixed("rows", 0), "kept": fixed("keep", 0), "baseline": fixed("start")}
-    columns |= {
-        "best": fixed("end"),
-        "gain": fixed("gain"),
-        "noise floor": fixed("noise_floor"),
-        "an hour": fixed("experiments_per_hour", 1),
-    }
-    return as_html(rows, columns | {"best idea": escaped("description")}, ["night", "best idea"]) + paragraph(comparable(nights)[1])
+    columns |= {"best": fixed("end"), "gain": fixed("gain"), "noise floor": fixed("noise_floor")}
+    columns |= {"an hour": fixed("experiments_per_hour", 1), "best idea": escaped("description")}
+    return as_html(rows, columns, ["night", "best idea"]) + paragraph(comparable(nights)[1])
 
 
 @drawn
@@ -1124,9 +1141,8 @@ def page(notebook, title):
 
 def main():
     parser = argparse.ArgumentParser(description="The morning after: what results.tsv and runs/ say.")
-    parser.add_argument(
-        "ledger", nargs="?", type=Path, help="a results.tsv, or its folder (default: AUTORESEARCH_RESULTS, then this folder's)"
-    )
+    where = "a results.tsv, or its folder (default: AUTORESEARCH_RESULTS, then this folder's)"
+    parser.add_argument("ledger", nargs="?", type=Path, help=where)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--json", action="store_true", help="print everything as JSON, write no file")
     what.add_argument("--page", action="store_true", help="write results.html, the executed notebook, instead of progress.png")
