@@ -45,8 +45,9 @@ CHECK_SECONDS = 5  # a check that takes longer hangs
 CANARY_SECONDS = 180  # import, first use of the GPU, one torch.compile
 PROBE_SECONDS = 420  # for each part of --probe
 STAY_AWAKE = "idle:sleep:handle-lid-switch"  # what run.sh holds off
-TRACES = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "HSA_OVERRIDE_GFX_VERSION")
-TRACES += ("LD_LIBRARY_PATH", "ROCM_HOME", "HIP_PATH", "CC", "CXX")  # environment variables that can change what the canary found
+VISIBLE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+# Environment variables that can change what the canary found.
+TRACES = (*VISIBLE, "HSA_OVERRIDE_GFX_VERSION", "LD_LIBRARY_PATH", "ROCM_HOME", "HIP_PATH", "CC", "CXX")
 
 # ---------------------------------------------------------------------------
 # The machine
@@ -178,6 +179,10 @@ class Machine:
 
 def gib(size):
     return f"{size / GIB:.1f} GiB"
+
+
+def last_line(text):
+    return text.strip().rpartition("\n")[2]
 
 
 def numbers(version):
@@ -433,7 +438,7 @@ def allocator(machine):
 def library_path(machine):
     """ROCm/TheRock#1011: LD_LIBRARY_PATH beats the wheel's libraries, and two ROCms don't fit together (ROCm/legacy-rocm-build#5339)."""
     folders = [folder for folder in machine.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
-    site = os.path.dirname(machine.torch.get("path") or "/nowhere/torch")
+    site = machine.torch.get("site") or "/nowhere"
     for folder in folders:
         foreign = not os.path.realpath(folder).startswith(os.path.realpath(site))
         if foreign and (re.search(r"/rocm\b", folder) or glob.glob(os.path.join(machine.path(folder.lstrip("/")), "libamdhip64.so*"))):
@@ -533,7 +538,7 @@ def suspend(machine):
     code, _, err = machine.run(["systemd-inhibit", f"--what={STAY_AWAKE}", "--who=autoresearch", "--why=doctor", "true"], 3)
     if code == 0:
         return "held off during runs"
-    return Fault(f"systemd-inhibit does not work ({(err.strip().splitlines() or ['no answer'])[-1][:80]})")
+    return Fault(f"systemd-inhibit does not work ({last_line(err)[:80] or 'no answer'})")
 
 
 def power(machine):
@@ -577,7 +582,7 @@ def wsl(machine):
 def several_gpus(machine):
     """A second GPU is used by chance or breaks the first: a processor's small one beside a card (ROCm/TheRock#5543,
     oobabooga/textgen#7319). One run uses one GPU."""
-    chosen = next((name for name in TRACES[:3] if machine.environ.get(name)), None)
+    chosen = next((name for name in VISIBLE if machine.environ.get(name)), None)
     if chosen:
         return f"{chosen}={machine.environ[chosen]}"
     if machine.hardware == "nvidia":
@@ -814,7 +819,7 @@ def ask_torch(machine, command, seconds, **environ):
             answers.append(dict(json.loads(line)))
     if code == 0:
         return answers, ""
-    last = (err.strip().splitlines() or [""])[-1][:160]
+    last = last_line(err)[:160]
     ended = f"hung for {seconds} s" if code is None else f"crashed (exit code {code if code >= 0 else 128 - code})"
     return answers, ended + (f": {last}" if last and code is not None and code > 0 else "")
 
