@@ -89,9 +89,9 @@ class DataError(RuntimeError):
 CACHE_DIR = os.path.expanduser(os.environ.get("AUTORESEARCH_CACHE") or os.path.join("~", ".cache", "autoresearch"))
 if CACHE_DIR.startswith("~"):
     raise SystemExit("this user has no home folder: say where data goes with AUTORESEARCH_CACHE=/some/folder")
+SIZES = ("max_seq_len", "vocab_size", "eval_tokens", "time_budget")
 GPU_SIZES = dict(max_seq_len=2048, vocab_size=8192, eval_tokens=40 * 524288, time_budget=600)
 CPU_SIZES = dict(max_seq_len=256, vocab_size=2048, eval_tokens=2**16, time_budget=60)  # so that a bare CPU shows the whole loop in minutes
-
 
 EXIT_ENVIRONMENT = 3  # exit code where the machine or the data is at fault, not the experiment
 FOLDERS = ("tokenizer", "tokens", "data")  # what a dataset's root holds
@@ -132,7 +132,7 @@ def choose_dataset():
         raise SystemExit(f"AUTORESEARCH_DATASET={name!r} is no dataset; use climbmix, demo, or text (made by prepare.py --text PATH...)")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(os.path.join(root, "data", "dataset.json")) as f:
         made = json.load(f)
-        return Dataset(name, root, *(made[k] for k in ("max_seq_len", "vocab_size", "eval_tokens", "time_budget")))
+        return Dataset(name, root, **{key: made[key] for key in SIZES})
     return text_dataset()  # not made yet
 
 
@@ -233,6 +233,10 @@ def list_shards(data_dir):
     return sorted(n for n in os.listdir(data_dir) if n.endswith(".parquet")) if os.path.isdir(data_dir) else []
 
 
+def size_of(path):
+    return os.path.getsize(path) if os.path.exists(path) else 0
+
+
 def check_space(folder, needed, what):
     """DataError if the disk that holds `folder` has less than `needed` bytes left."""
     free = shutil.disk_usage(folder).free
@@ -282,7 +286,7 @@ class NotThisTime(Exception):
 
 def fetch_once(url, part, bar, stop):
     """One attempt to complete the file `part` from `url`, going on where the last one stopped."""
-    start = os.path.getsize(part) if os.path.exists(part) else 0
+    start = size_of(part)
     headers = {"Accept-Encoding": "identity"}  # so that lengths are those of the file
     if start:
         headers["Range"] = f"bytes={start}-"
@@ -329,7 +333,7 @@ def download_shard(name, data_dir, bar, stop):
     path, part, url = os.path.join(data_dir, name), os.path.join(data_dir, name + ".part"), shard_url(name)
     failures = 0
     while not stop.is_set():
-        before = os.path.getsize(part) if os.path.exists(part) else 0
+        before = size_of(part)
         try:
             fetch_once(url, part, bar, stop)
             if stop.is_set():
@@ -344,8 +348,7 @@ def download_shard(name, data_dir, bar, stop):
             before = math.inf  # a whole file that is no shard is no progress
             raise NotThisTime(f"what came is {fault}")
         except NotThisTime as e:
-            size = os.path.getsize(part) if os.path.exists(part) else 0
-            failures = 1 if size > before else failures + 1
+            failures = 1 if size_of(part) > before else failures + 1
             if failures >= ATTEMPTS:
                 raise DataError(
                     f"{url}: {e} ({ATTEMPTS} attempts). Check the network (HTTPS_PROXY for a proxy, HF_ENDPOINT for a mirror) "
@@ -588,17 +591,24 @@ def training_shards(dataset):
     return [[n, os.path.getsize(os.path.join(dataset.data_dir, n))] for n in names]
 
 
-def train_tokenizer(dataset):
-    """The dataset's tokenizer: the saved one if it was trained on the shards that are there, else trained now."""
-    shards = training_shards(dataset)
+def saved_tokenizer(dataset, shards):
+    """The dataset's saved tokenizer if it was trained on these training shards, else None."""
     with contextlib.suppress(DataError):
         saved = Tokenizer.from_directory(dataset.tokenizer_dir)
-        used, capped = saved.trained_on[:-1], saved.trained_on[-1:] == ["capped"]
-        used = used if capped else saved.trained_on
+        capped = saved.trained_on[-1:] == ["capped"]
+        used = saved.trained_on[:-1] if capped else saved.trained_on
         same_shards = shards[: len(used)] == used and (capped or len(shards) == len(used))
         if same_shards and saved.get_vocab_size() == dataset.vocab_size and saved.enc._pat_str == SPLIT_PATTERN:
             return saved
         print("The saved tokenizer belongs to other shards or another vocabulary: training a new one")
+    return None
+
+
+def train_tokenizer(dataset):
+    """The dataset's tokenizer: the saved one if it was trained on the shards that are there, else trained now."""
+    shards = training_shards(dataset)
+    if saved := saved_tokenizer(dataset, shards):
+        return saved
     import rustbpe  # only needed to train
 
     trained_on = []
@@ -776,10 +786,7 @@ def tokenize(dataset, tokenizer):
     kept = ("shard", "documents", "tokens", "sha256")
     facts = {
         "name": dataset.name,
-        "max_seq_len": dataset.max_seq_len,
-        "vocab_size": dataset.vocab_size,
-        "eval_tokens": dataset.eval_tokens,
-        "time_budget": dataset.time_budget,
+        **{key: getattr(dataset, key) for key in SIZES},
         "tokenizer": digest,
         "shards": [{k: records[n][k] for k in kept} for n in names],
     }
@@ -840,9 +847,14 @@ def fingerprint(dataset=None, budget=None):
 BUFFER_DOCUMENTS = 1000  # that a row's next document is chosen from, at least
 
 
+def shards_of(dataset, split):
+    """dataset.json's records of the shards for "train", or of the one for "val"."""
+    return [s for s in checked_dataset(dataset)["shards"] if (s["shard"] == VAL_FILENAME) == (split == "val")]
+
+
 def document_batches(dataset, split):
     """Forever (shard, first document, one past the last, epoch): encoding batches in file order, none across a row group."""
-    shards = [s for s in checked_dataset(dataset)["shards"] if (s["shard"] == VAL_FILENAME) == (split == "val")]
+    shards = shards_of(dataset, split)
     for record in shards:
         opened_shard(dataset, record)  # all of them now: see `opened`
     epoch = 0
@@ -869,7 +881,7 @@ def packed_rows(dataset, split, capacity):
     batches = document_batches(dataset, split)
     least = BUFFER_DOCUMENTS
     if dataset.name == "text":
-        documents = [s["documents"] for s in checked_dataset(dataset)["shards"] if (s["shard"] == VAL_FILENAME) == (split == "val")]
+        documents = [s["documents"] for s in shards_of(dataset, split)]
         # A text that is small beside the buffer would fill it with copies, and rows with those of its longest documents.
         least = min(BUFFER_DOCUMENTS, max(1, sum(documents) // 20))
     waiting = []  # length << 40 | (latest - order of arrival), ascending
@@ -1055,14 +1067,8 @@ def prepare(dataset, num_shards=10, workers=8, text_paths=None):
                 raise DataError(f"{path}: {fault}. Remove it and run prepare.py again")
         tokenizer = train_tokenizer(dataset)
         dataset = tokenize(dataset, tokenizer)
-    facts = checked_dataset(dataset)
-    count = {
-        split: sum(s["tokens"] for s in facts["shards"] if (s["shard"] == VAL_FILENAME) == (split == "val")) for split in ("train", "val")
-    }
-    print(
-        f"Ready: {dataset.name}, {count['train'] / 1e6:.1f}M training and {count['val'] / 1e6:.1f}M validation tokens, "
-        f"fingerprint {fingerprint(dataset)}"
-    )
+    train, val = (sum(s["tokens"] for s in shards_of(dataset, split)) / 1e6 for split in ("train", "val"))
+    print(f"Ready: {dataset.name}, {train:.1f}M training and {val:.1f}M validation tokens, fingerprint {fingerprint(dataset)}")
 
 
 def prepare_text(paths):
