@@ -22,7 +22,11 @@ where the compiler contracts the multiplication by the scale and the subtraction
 first block (a window's edge). Two finite sentinels would leave a difference of rounding errors there, and exp2 of that is inf.
 
 Where scores are known to be small no maximum is needed (`bounded`, FIXED_PEAK: it stays 0). With |S| ≤ 60, exp S lies within 1e±26,
-which leaves float32 room for the sum over any number of keys, and for any v between 1e-11 and 1e11 of size.
+which leaves float32 room for the sum over any number of keys, and for any v between 1e-11 and 1e11 of size. For bfloat16 operands the
+weights are narrowed before they are summed, so that what is summed is what is multiplied: a query that has weight for one key alone
+gets exactly its value, and its dq no noise (with a maximum that weight is 1 and needs no rounding). Blocks without a mask truncate
+instead of rounding, an addition less for each element; the exponent is larger there by what truncation takes in the mean, so
+that nothing is biased (rms error of a weight: 0.175 %, rounded 0.166 %).
 """
 
 import itertools
@@ -39,6 +43,7 @@ from ._ops import add_op_namespace_prefix
 DELTA_ROWS = 32
 PADDED_TO = 128  # no backward kernel reads queries in larger blocks
 MAX_SCALE = 1e30  # beyond it a score of 1 leaves float32's range
+HALF_ULP = tl.constexpr(0.004)  # what truncation to bfloat16 takes from log2 of a number, in the mean over mantissas
 LOG2E = 1.4426950408889634
 # Triton's interpreter multiplies the bit patterns of bfloat16 operands and truncates when it converts to bfloat16.
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -164,7 +169,11 @@ def _attend(acc, peak, total, Q, k, v, start, m0, k_t, v_t, n_keys, window, scal
         key = (start - m0) + tl.arange(0, BLOCK_N)
         S = tl.where(_sees(query[:, None], key[None, :], n_keys - m0, window, CAUSAL, WINDOWED), S, float("-inf"))
     if FIXED_PEAK:
-        P = tl.exp2(S * scale)
+        if K.dtype == tl.bfloat16:  # what is summed is what is multiplied: rounded, or truncated with half an ulp added before
+            P = tl.exp2(S * scale if MASKED else S * scale + HALF_ULP)
+            P = ((P.to(tl.uint32, bitcast=True) + (0x8000 if MASKED else 0)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        else:
+            P = tl.exp2(S * scale)
     else:
         new_peak = tl.maximum(peak, tl.max(S, 1) * scale)
         P = tl.exp2(S * scale - new_peak[:, None])
@@ -172,12 +181,9 @@ def _attend(acc, peak, total, Q, k, v, start, m0, k_t, v_t, n_keys, window, scal
         total = total * fade
         acc = acc * fade[:, None]
         peak = new_peak
-    V = _load_rows(v, start, v_t, n_keys, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
-    narrow = _narrow(P, V.dtype, FAST_BF16)
-    if FIXED_PEAK:
-        P = narrow.to(tl.float32)  # what is summed is what is multiplied: of a single key no 1 would be left otherwise
     total = total + tl.sum(P, 1)
-    acc = _dot(narrow, V, acc)
+    V = _load_rows(v, start, v_t, n_keys, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
+    acc = _dot(_narrow(P, V.dtype, FAST_BF16), V, acc)
     return acc, peak, total
 
 

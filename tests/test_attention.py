@@ -1,6 +1,7 @@
 """flash_attention: numbers against float64, windows, grouped heads, strides, autograd, compile, and what it refuses."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -221,6 +222,23 @@ def test_bounded_of_a_single_key(device):
     o, dq, dk, dv = run(bounded, (q, k, v), do, window=0)
     assert torch.equal(o, v) and max(dq.abs().max(), dk.abs().max()) < 1e-5
     assert ((dv - do).abs() <= torch.finfo(torch.bfloat16).eps * do.abs()).all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_bounded_of_one_key_that_outweighs_all(head_dim, device):
+    """So does a query that sees many keys, most of them blocks away from it, if one alone has weight."""
+    (q, k, v), do = make(1, 300, 1, 1, head_dim, torch.bfloat16, device)
+    strength = torch.linspace(0.8, 1, 300, device=device)[None, :, None, None].bfloat16()
+    q, k, v = normed((q[:, :1].expand_as(q) * strength, torch.cat([q[:, :1], -q[:, :1].expand_as(q)[:, 1:]], 1), v), 58)
+    o, dq, dk, _ = run(bounded, (q * strength, k, v), do)
+    assert torch.equal(o, v[:, :1].expand_as(o)) and max(dq.abs().max(), dk.abs().max()) < 2e-3
+
+
+def test_bounded_lse_is_not_biased(device):
+    """bfloat16 weights are summed, rounded or truncated: lse is right in the mean, and of few keys within an ulp."""
+    inputs, _ = make(1, 260, 4, 4, 64, torch.bfloat16, device)
+    lse, exact = (attention._flash_attention(*normed(inputs, 11), True, -1, 0.125, fixed)[1] for fixed in (True, False))
+    assert (lse - exact)[..., 200:].mean().abs() < 2e-4 and (lse - exact).abs().max() < 2**-8 / math.log(2)
 
 
 @settings(max_examples=6, deadline=None)
