@@ -30,6 +30,7 @@ import statistics
 import sys
 import time
 
+from loop import cluster
 from loop.files import (
     CRASHED,
     ENVIRONMENT,
@@ -59,11 +60,14 @@ from loop.ledger import Series, is_noise, read_rows, score, set_ledger_aside
 from loop.processes import check_disk, is_supervised, processes, state_lock
 from loop.proposal import check_program, clean, code_size, digest_of, parse
 from loop.repository import branch_of, check_files, check_repository, commit_tree, current_tag, git, git_file, resolve
-from loop.supervisor import STEP, supervise
+from loop.run import STEP
+from loop.supervisor import supervise
 from loop.turns import (
     NO_SERIES,
     SETTINGS,
     check_untried,
+    give_back,
+    patched,
     propose,
     ready_series,
     recover,
@@ -86,6 +90,7 @@ def command_begin(arguments):
     with state_lock():
         if running := recover():
             raise Refusal(f"run {running[0]['number']} is still running: wait for it")
+        place = place_of(arguments)
         if not os.path.exists(TRAIN):
             raise Refusal("there is no train.py here")
         head = resolve("HEAD")
@@ -119,48 +124,115 @@ def command_begin(arguments):
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(RUNS, "stop"))
         settings = {name: os.environ[name] for name in SETTINGS if os.environ.get(name)}
-        write_json(os.path.join(RUNS, f"{tag}.json"), {"tag": tag, "seed": int(seed), "environment": settings, "begun": now_text()})
+        begun = {"tag": tag, "seed": int(seed), "environment": settings, "cores": place["cores"] or os.cpu_count(), "begun": now_text()}
+        write_json(os.path.join(RUNS, f"{tag}.json"), begun)
         # A commit of its own, so that a commit names one run of one series.
         commit = commit_tree(resolve(f"{head}^{{tree}}"), f"baseline\n\nRun {last_number() + 1} of {branch_of(tag)}.\n", head)
         number = start_turn(Series(tag), "baseline", "baseline", commit, head, source, int(seed),
-                            digest=digest, changed=[])  # fmt: skip
+                            digest=digest, changed=[], **place)  # fmt: skip
     print(f"run {number}: the baseline of {branch_of(tag)}" + ("" if exists else f" (from {head[:7]})"))
     return wait_for(arguments.wait)
 
 
+def place_of(arguments, series=None):
+    """What a turn holds of where it runs: on, the cluster's address or None for this machine; cores, where a run there takes no GPU."""
+    if arguments.on is None:
+        if arguments.cores is not None:
+            raise Refusal("--cores is for a cluster: --on ADDRESS")
+        return {"on": None, "cores": None}
+    if arguments.cores is not None and arguments.cores < 1:
+        raise Refusal(f"--cores {arguments.cores}: use 1 or more")
+    cores = arguments.cores
+    if cores is None and series and series.outcome(series.baseline).get("device") == "CPU":
+        cores = series.settings.get("cores")  # as many as the baseline had
+    return {"on": cluster.find(arguments.on), "cores": cores}
+
+
+def check_idea(series, head, parent, source, simpler):
+    """Refuse a train.py that can't be tried, or need not be. parent: the commit whose train.py was edited into it."""
+    best, tree = git_file(parent), parse(source)
+    check_untried(series, digest_of(tree), best)
+    check_program(tree, parse(best), head)
+    more = code_size(source) - code_size(best) if simpler else -1
+    if more >= 0:
+        raise Refusal(f"--simpler: this train.py has {more} more words of code than the best, so it is not simpler")
+
+
 def command_try(arguments):
-    description = clean(arguments.description)
+    if bool(arguments.patches) == bool(arguments.description):
+        raise Refusal('say what train.py tries (experiment.py try "lower embedding rate"), or give --patches with --on')
+    if arguments.patches and arguments.on is None:
+        raise Refusal("--patches runs them at once, so it needs a cluster: --on ADDRESS, or --on local")
     if not 0 <= arguments.margin < math.inf:
         raise Refusal(f"--margin {arguments.margin}: use a number of noise floors, such as 1")
+    patches = [patch for path in arguments.patches or () for patch in read_patches(path)]
+    description = None if patches else clean(arguments.description)
     with state_lock():
-        series, head = ready_series()
-        source = read_bytes(TRAIN)
-        if source is None:
-            raise Refusal("train.py is missing: git restore train.py")
+        series, head = ready_series(arguments.on)
+        place = place_of(arguments, series)
         if arguments.margin and not series.noise:
             raise Refusal("--margin is in noise floors, and the noise is not measured yet: experiment.py noise 3")
-        parent = starting_point(series.tag, head, source)
-        best = git_file(parent)
-        tree = parse(source)
-        check_untried(series, digest_of(tree), best)
-        check_program(tree, parse(best), head)
-        if arguments.simpler:
-            more = code_size(source) - code_size(best)
-            if more >= 0:
-                raise Refusal(f"--simpler: this train.py has {more} more words of code than the best, so it is not simpler")
-            description = f"simpler: {description}"
-        number = propose(series, parent, source, description, file=TRAIN, margin=arguments.margin, simpler=arguments.simpler,
-                         prune=arguments.prune)  # fmt: skip
-    return wait_for(arguments.wait, [number])
+        how = place | {"margin": arguments.margin, "simpler": arguments.simpler, "prune": arguments.prune}
+        mark = "simpler: " if arguments.simpler else ""
+        if patches:
+            numbers = try_patches(series, head, patches, mark, how)
+        else:
+            source = read_bytes(TRAIN)
+            if source is None:
+                raise Refusal("train.py is missing: git restore train.py")
+            parent = starting_point(series.tag, head, source)
+            check_idea(series, head, parent, source, arguments.simpler)
+            numbers = [propose(series, parent, source, mark + description, file=TRAIN, **how)]
+            if place["on"] and give_back(read_turn(numbers[0])):
+                print(f"run {numbers[0]} has its own copy: train.py is as it was before the edit, for the next idea")
+    return wait_for(arguments.wait, numbers)
+
+
+def try_patches(series, head, patches, mark, how):
+    """Start a run for each (path, description, patch) on the best: for all of them, or, where one can't be tried, for none."""
+    ideas = {}
+    for path, description, patch in patches:
+        try:
+            source = patched(head, patch)
+            check_idea(series, head, head, source, how["simpler"])
+            digest = digest_of(parse(source))
+            if digest in ideas:
+                raise Refusal(f"it is the same change as {ideas[digest][0]}")
+            ideas[digest] = path, source, clean(description)
+        except Refusal as e:
+            raise Refusal(f"{path}: {e}; nothing was started", e.code) from None
+    return [propose(series, head, source, mark + description, **how) for _, source, description in ideas.values()]
+
+
+def read_patches(path):
+    """[(path, description, patch)]: one, described by its first line of text or its name; or each mail of `git format-patch --stdout`."""
+    content = read_bytes(path)
+    if content is None:
+        raise Refusal(f"--patches {path}: there is no such file")
+    mails = re.split(rb"^(?=From [0-9a-f]{40} )", content, flags=re.M)
+    found = []
+    for mail in filter(bytes.strip, mails):
+        text = re.split(rb"^(?:diff --git |--- )", mail, maxsplit=1, flags=re.M)[0].decode("utf-8", "replace")
+        subject = re.search(r"^Subject: (?:\[PATCH[^\]]*\] )?(.+(?:\n .+)*)", text, re.M)
+        first = next(filter(str.strip, text.splitlines()), None)
+        name = os.path.splitext(os.path.basename(path))[0]
+        found.append((path, subject[1] if subject else first or name, mail))
+    if not found:
+        raise Refusal(f"--patches {path}: it is empty")
+    return found
 
 
 def command_noise(arguments):
     if not 1 <= arguments.count <= 100:
         raise Refusal(f"noise {arguments.count}: use 1 to 100 repeats")
     with state_lock():
-        series, _ = ready_series()
-        start_noise(series, arguments.count)
-    return wait_for(arguments.wait)
+        series, _ = ready_series(arguments.on)
+        place = place_of(arguments, series)
+        if place["on"]:  # all at once
+            numbers = [start_noise(Series(series.tag), 1, **place) for _ in range(arguments.count)]
+        else:
+            numbers = [start_noise(series, arguments.count)]
+    return wait_for(arguments.wait, numbers)
 
 
 def command_wait(arguments):
@@ -214,7 +286,13 @@ def next_repeat(number):
 
 
 def progress_of(number):
-    """How far a run is, in words, from its log."""
+    """How far a run is, and in a cluster where, in words."""
+    on = read_turn(number)["on"]
+    place = cluster.where(number) if on else None
+    return place if place == "queued" else ", ".join(filter(None, [place, progress_in_log(number)]))
+
+
+def progress_in_log(number):
     for line in reversed(log_tail(number, 60)):
         if line.startswith("Evaluating"):
             return "evaluating"
@@ -259,7 +337,8 @@ def command_show(arguments):
         raise Refusal(f"there is no run {number}: runs go from 1 to {last_number()}" if last_number() else "nothing has been run yet")
     outcome, said = read_json(run_file(number, "outcome.json")) or {}, read_json(run_file(number, "verdict.json"))
     print("\n".join(said["lines"] if said else [f"run {number} is running ({progress_of(number)}): {turn['description']}"]))
-    print(f"{turn['kind']}, commit {turn['commit'][:10]} on {turn['parent'][:10]}, seed {turn['seed']}, started {turn['started']}")
+    node = f", on {outcome['node']}" if outcome.get("node") else ""
+    print(f"{turn['kind']}, commit {turn['commit'][:10]} on {turn['parent'][:10]}, seed {turn['seed']}, started {turn['started']}{node}")
     if outcome.get("summary"):
         print("summary: " + ", ".join(f"{key} {value}" for key, value in outcome["summary"].items() if key != "run")[:1000])
     diff = (read_bytes(run_file(number, "change.diff")) or b"").decode("utf-8", "replace").splitlines()[2:]
@@ -295,10 +374,14 @@ def describe(series, running):
     attempts = [row for row in trials if row is not series.baseline and series.number(row) not in baselines]
     crashes = sum(row["status"] == "crash" for row in attempts)
     under_way = [{"number": t["number"], "description": t["description"], "progress": progress_of(t["number"])} for t in running]
+    last = read_turn(last_number())
+    address = next((turn["on"] for turn in [*running, last] if turn and turn.get("on")), None)
     noise = series.noise and dict(zip(("mean", "floor", "seeds"), series.noise)) | {"uneven": series.uneven_noise()}
     return {
         "tag": series.tag,
         "running": under_way,
+        "cluster": cluster.describe(address, [turn for turn in running if turn["on"] == address]) if address else None,
+        "finished_last_hour": finished_lately(series),
         "stop_requested": stop_requested(),
         "best": series.best and {"run": series.number(series.best)} | series.best,
         "bar": series.bar,
@@ -313,6 +396,17 @@ def describe(series, running):
         "tried": dict(sorted(groups.items(), key=lambda item: -item[1]["tries"])),
         "recent": recent,
     }
+
+
+def finished_lately(series):
+    """How many runs of the series ended in the last hour."""
+    count, now = 0, time.time()
+    for line in reversed(series.tried):
+        with contextlib.suppress(FileNotFoundError):  # it is under way
+            if now - os.stat(run_file(line["number"], "outcome.json")).st_mtime > 3600:
+                break
+            count += 1
+    return count
 
 
 def command_status(arguments):
@@ -333,6 +427,8 @@ def command_status(arguments):
         print(f"running: run {turn['number']} ({turn['progress']}): {turn['description']}")
     if len(running) > 8:
         print(f"running: and {len(running) - 8} more (--json)")
+    if status["cluster"]:
+        print("\n".join(cluster.lines(status["cluster"])))
     if not running:
         print("running: nothing" + ("; the human has asked to stop: end the loop" if status["stop_requested"] else ""))
     if best:
@@ -350,7 +446,8 @@ def command_status(arguments):
     elif best:
         print("noise floor: not measured; experiment.py noise 3")
     took = status["seconds_per_experiment"]
-    print(f"experiments since the last keep: {status['since_last_keep']}" + (f"; {seconds_text(took)} each" if took else ""))
+    each = f"; {seconds_text(took)} each, {status['finished_last_hour']} in the last hour" if took else ""
+    print(f"experiments since the last keep: {status['since_last_keep']}{each}")
     if status["tried"]:
         print("tried, by what changed (tries, kept, gain of the best one over the best of then):")
         for name, group in list(status["tried"].items())[:12]:
@@ -371,22 +468,27 @@ def main():
     parser = argparse.ArgumentParser(description="One experiment a command; what is better is kept, and everything is recorded.")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def add(name, function, text, wait=False):
+    def add(name, function, text, wait=False, on=False):
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(function=function)
         if wait:
             command.add_argument("--wait", type=float, default=540, metavar="S", help="seconds to wait for the run (default: 540)")
+        if on:
+            where = "run it in the Ray cluster whose dashboard is there (such as 10.0.0.5), or on all GPUs of this machine: local"
+            command.add_argument("--on", metavar="ADDRESS", help=where)
+            command.add_argument("--cores", type=int, metavar="N", help="with --on: take N cores of a node and no GPU (the demonstration)")
         return command
 
-    begin = add("begin", command_begin, "Begin a new series: a branch, and the baseline.", wait=True)
+    begin = add("begin", command_begin, "Begin a new series: a branch, and the baseline.", wait=True, on=True)
     begin.add_argument("tag", help="for example nov29; the branch is autoresearch/TAG")
-    attempt = add("try", command_try, "Run the working train.py, judge and record it, keep it if it is better.", wait=True)
-    attempt.add_argument("description", help="what it tries, in a few words")
+    attempt = add("try", command_try, "Run the working train.py, judge and record it, keep it if it is better.", wait=True, on=True)
+    attempt.add_argument("description", nargs="?", help="what it tries, in a few words")
+    attempt.add_argument("--patches", nargs="+", metavar="FILE", help="with --on: a run for each patch of the best's train.py, all at once")
     attempt.add_argument("--margin", type=float, default=0.0, metavar="F", help="keep only if better by F noise floors (default: 0)")
     attempt.add_argument("--simpler", action="store_true", help="less code: keep it at an equal score too (within a noise floor)")
     attempt.add_argument("--prune", action="store_true", help="stop it when its loss is clearly worse than the best's at the same progress")
     add("wait", command_wait, "Wait for the run and print its verdict.", wait=True)
-    noise = add("noise", command_noise, "Run the best again with other seeds, to know what is luck.", wait=True)
+    noise = add("noise", command_noise, "Run the best again with other seeds, to know what is luck.", wait=True, on=True)
     noise.add_argument("count", type=int, nargs="?", default=3, metavar="K", help="how many seeds (default: 3)")
     add("status", command_status, "Where the series stands.").add_argument("--json", action="store_true", help="for programs")
     show = add("show", command_show, "One run: verdict, summary, diff, end of the log.")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from loop.files import RUNS
-from loop.supervisor import PRUNE_COUNT, PRUNE_FROM, PRUNE_RATIO, at_progress
+from loop.run import PRUNE_COUNT, PRUNE_FROM, PRUNE_RATIO, at_progress
 
 
 def stopped_at(losses, reference, start, ratio, count):

@@ -34,7 +34,7 @@ DOCUMENTS = (".md", ".ipynb")  # files that may differ from the branch: they cha
 
 CRASHED, REFUSED, ENVIRONMENT, STOPPED, RUNNING = 1, 2, 3, 4, 75  # exit codes
 
-# Seconds, but for the last two.
+# Seconds, but for the last three.
 LIMITS = {
     "training": 300,  # from the start to the end of training, beyond the time budget
     "evaluation": 600,
@@ -43,6 +43,9 @@ LIMITS = {
     "setup": 4 * 3600,  # before a baseline: packages and data
     "grace": 10,  # after a reason to fail was printed; between SIGTERM and SIGKILL
     "kill": 20,  # after SIGKILL; what is left then only a reboot ends
+    "queue": 4 * 3600,  # in a cluster, before a node takes a run
+    "lost": 900,  # without an answer from a cluster
+    "attempts": 3,  # of a run whose node is lost
     "log": 2_000_000,  # bytes of run.log
     "disk": 1_000_000_000,  # bytes that must be free
 }

@@ -116,12 +116,12 @@ def remove_if_stale(lock):
     time.sleep(0.1)
 
 
-def set_index(old, new):
+def set_index(old, new, cwd=ROOT):
     """Let the index hold the blob `new` for train.py where it holds `old`, so that git status stays clean."""
-    entry = git("ls-files", "--stage", "train.py").split()
+    entry = git("ls-files", "--stage", "train.py", cwd=cwd).split()
     if len(entry) > 1 and entry[1] == old:
-        git("update-index", "--cacheinfo", f"{entry[0]},{new},train.py")
-    git("update-index", "-q", "--refresh", check=False)
+        git("update-index", "--cacheinfo", f"{entry[0]},{new},train.py", cwd=cwd)
+    git("update-index", "-q", "--refresh", check=False, cwd=cwd)
 
 
 def check_files(exceptions=("train.py",), cwd=ROOT):

@@ -1,5 +1,6 @@
 """A turn: started once, finished by whoever comes by. Its state is in runs/N/ and in git."""
 
+import difflib
 import glob
 import itertools
 import json
@@ -94,6 +95,10 @@ def keep(turn):
         set_index(program_of(parent), program_of(commit))
         if turn["on"]:
             follow_best(turn)
+    folder = os.path.dirname(turn["file"] or "")
+    if folder not in ("", ROOT) and git("rev-parse", "HEAD", cwd=folder, check=False) == parent:  # a worktree on no branch goes with it
+        git("update-ref", "--no-deref", "HEAD", commit, parent, cwd=folder)
+        set_index(program_of(parent), program_of(commit), cwd=folder)
     return None
 
 
@@ -131,6 +136,18 @@ def propose(series, parent, source, description, **more):
     tree, base = parse(source), parse(git_file(parent))
     return start_turn(series, "try", description, commit, parent, source, series.seed, digest=digest_of(tree),
                       changed=changed_names(base, tree), **more)  # fmt: skip
+
+
+def patched(commit, patch):
+    """train.py of a commit with a patch applied (both bytes). Refusal where it does not apply, or changes another file."""
+    with tempfile.TemporaryDirectory(prefix="new-", dir=RUNS) as folder:
+        index = {"GIT_INDEX_FILE": os.path.join(folder, "index")}
+        git("read-tree", commit, env=index)
+        git("apply", "--cached", "--recount", "-", data=patch, env=index)
+        names = git("diff", "--cached", "--name-only", commit, env=index).splitlines()
+        if names != ["train.py"]:
+            raise Refusal(f"it changes {', '.join(names[:3]) or 'nothing'}: only train.py may differ")
+        return git_bytes("cat-file", "blob", ":train.py", env=index)
 
 
 def merged(base, ours, theirs):
@@ -250,7 +267,7 @@ def recover():
         alive = is_supervised(number)  # asked first: a supervisor that ends leaves an outcome
         if read_json(run_file(number, "outcome.json")):
             ended.append(turn)
-        elif alive:
+        elif alive or turn["on"] and revive(turn):
             running.append(turn)
         else:
             git("update-ref", reference_of(turn), turn["commit"])
@@ -263,6 +280,20 @@ def recover():
     if last and last["remaining"] and last not in running and is_supervised(last["number"]):  # it starts the next repeat
         running.append(last)
     return running
+
+
+def revive(turn):
+    """Start another supervisor for a run in a cluster, which goes on without one. Returns whether that was done."""
+    path = run_file(turn["number"], "revived")
+    if len(read_bytes(path) or b"") >= 5:
+        return False
+    append_line(path, ".")
+    alive = lock_file(run_file(turn["number"], "alive"))
+    if alive is None:
+        return False
+    detach(turn["number"], alive, -1)
+    os.close(alive)
+    return True
 
 
 def last_local():
@@ -341,7 +372,7 @@ def start_turn(series, kind, description, commit, parent, source, seed, **more):
     """Write down a turn and start its supervisor, detached. Returns its number. The state lock is held."""
     check_disk()
     number = next_number(series.tag)
-    gpu = take_gpu(f"run {number} of {ROOT}")
+    gpu = -1 if more.get("on") else take_gpu(f"run {number} of {ROOT}")
     turn = dict(number=number, tag=series.tag, kind=kind, description=description, commit=commit, parent=parent, seed=seed,
                 short=git("rev-parse", "--short=7", commit), token=os.urandom(8).hex(), started=now_text(),
                 ledger=os.path.getsize(LEDGER) if os.path.exists(LEDGER) else 0,
@@ -361,13 +392,17 @@ def start_turn(series, kind, description, commit, parent, source, seed, **more):
     sync_folder(RUNS)
     git("update-ref", reference_of(turn), turn["commit"])
     detach(number, alive, gpu)
-    for descriptor in (alive, gpu):
-        os.close(descriptor)
+    os.close(alive)
+    if gpu >= 0:
+        os.close(gpu)
     return number
 
 
 def detach(number, alive, gpu):
-    """Start the supervisor as nobody's child in a session of its own, so that it outlives the caller, its shell and its terminal."""
+    """Start the supervisor as nobody's child in a session of its own, so that it outlives the caller, its shell and its terminal.
+
+    alive, gpu: descriptors of locks that it is to hold; gpu is -1 for a run elsewhere.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
@@ -382,7 +417,7 @@ def detach(number, alive, gpu):
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        for descriptor in (alive, gpu):
+        for descriptor in (alive, gpu) if gpu >= 0 else (alive,):
             os.set_inheritable(descriptor, True)
         os.chdir(ROOT)
         os.execv(sys.executable, [sys.executable, os.path.join(ROOT, "experiment.py"), "_supervise", *map(str, (number, alive, gpu))])
@@ -444,18 +479,24 @@ def starting_point(tag, head, source):
         if git("merge-base", "--is-ancestor", base, head, check=False) is None or others:
             raise Refusal(f"{HERE} is not on the series: git -C {shlex.quote(HERE)} checkout --detach {branch_of(tag)}")
         check_files(cwd=HERE)
-    # Whoever has brought the best's changes in by hand has edited the best.
-    if program_of(base) != program_of(head) and merged(git_file(base), git_file(head), source) != source:
+    # Whoever has meanwhile taken the best, or brought its changes in by hand, has edited the best.
+    if distance(git_file(base), source) < distance(git_file(head), source):
         return base
     if HERE == ROOT:
         git("update-ref", "-d", base_reference(tag))
     return head
 
 
-def start_noise(series, count):
-    """Start one repeat of the best with a seed that it has not had, and `count` - 1 after it."""
+def distance(old, new):
+    """How many lines differ."""
+    lines = (text.decode("utf-8", "replace").splitlines() for text in (old, new))
+    return sum(line[:1] in "+-" for line in difflib.unified_diff(*lines, n=0))
+
+
+def start_noise(series, count, **more):
+    """Start one repeat of the best with a seed that it has not had, and `count` - 1 after it. Returns its number."""
     best = series.best["commit"]
     used = {series.seed} | {line["seed"] for line in series.tried if line["commit"] == best}
     seed = next(seed for seed in itertools.count(42) if seed not in used)
     commit = best_commit(series)
-    return start_turn(series, "noise", f"noise: seed {seed} of {best}", commit, commit, git_file(commit), seed, remaining=count - 1)
+    return start_turn(series, "noise", f"noise: seed {seed} of {best}", commit, commit, git_file(commit), seed, remaining=count - 1, **more)

@@ -11,6 +11,27 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parent.parent
 RUN_SH = '#!/bin/sh\ncd "$(dirname "$0")" && exec venv/bin/python train.py "$@"\n'
 
+# What loop/ asks of the fixed modules.
+PREPARE = """import json, os
+
+TIME_BUDGET = 1
+WARMUP_STEPS = 11
+
+class DataError(Exception):
+    pass
+
+def evaluate_bpb():
+    return 1
+
+def fingerprint():
+    try:
+        with open(os.path.join(os.environ["AUTORESEARCH_CACHE"], "demo", "data", "dataset.json")) as f:
+            return json.load(f)["fingerprint"]
+    except FileNotFoundError:
+        raise DataError("there is no data: python prepare.py") from None
+"""
+MACHINE = "def find_device():\n    return None\n\ndef peak_flops(device):\n    return None, 'CPU'\n"
+
 
 class Checkout:
     """A small project with a stand-in train.py, and a cache of its own."""
@@ -25,14 +46,16 @@ class Checkout:
     def make(self):
         cache = self.folder.parent / "cache"
         (cache / "demo" / "data").mkdir(parents=True)
-        (cache / "demo" / "data" / "dataset.json").write_text(json.dumps({"eval_tokens": 65536, "time_budget": 1}))
+        facts = {"eval_tokens": 65536, "time_budget": 1, "fingerprint": "0123456789ab"}
+        (cache / "demo" / "data" / "dataset.json").write_text(json.dumps(facts))
         (self.folder / "venv" / "bin").mkdir(parents=True)
         (self.folder / "venv" / "bin" / "python").symlink_to(os.path.realpath(sys.executable))
         for name in ("experiment.py", ".gitignore", ".gitattributes"):
             shutil.copy(PROJECT / name, self.folder)
         shutil.copytree(PROJECT / "loop", self.folder / "loop", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(PROJECT / "tests" / "standin_train.py", self.train)
-        (self.folder / "prepare.py").write_text("TIME_BUDGET = 1\nWARMUP_STEPS = 11\n\ndef evaluate_bpb():\n    return 1\n")
+        (self.folder / "prepare.py").write_text(PREPARE)
+        (self.folder / "machine.py").write_text(MACHINE)
         (self.folder / "program.md").write_text("instructions\n")
         (self.folder / "run.sh").write_text(RUN_SH)
         (self.folder / "run.sh").chmod(0o755)
@@ -53,15 +76,19 @@ class Checkout:
         self.git("add", "--all")
         self.git("-c", "user.name=somebody", "-c", "user.email=somebody@localhost", "commit", "--quiet", "-m", message)
 
+    def commit_file(self, name, text):
+        (self.folder / name).write_text(text)
+        self.commit(f"change {name}")
+
     def start(self, *arguments, **environment):
         command = [sys.executable, str(self.folder / "experiment.py"), *map(str, arguments)]
         return subprocess.Popen(command, cwd="/", env=self.environment | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                 text=True, start_new_session=True)  # fmt: skip
 
-    def call(self, *arguments, code=0, **environment):
+    def call(self, *arguments, code=0, limit=60, **environment):
         """What the command prints; it must end with this exit code."""
         process = self.start(*arguments, **environment)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=limit)
         assert code is None or process.returncode == code, (process.returncode, output)
         return output
 

@@ -8,9 +8,13 @@ import time
 from prepare import TIME_BUDGET  # noqa: F401
 
 VALUE = 2.0
-SECONDS = 0.0
 STEPS = 120
 PARAMS = 0.6
+
+# Far enough from the lines above for git to merge changes of both.
+
+BONUS = 0.0
+SECONDS = 0.0
 BEHAVIOUR = ""
 TOKENS = 65536
 FINGERPRINT = "0123456789ab"
@@ -36,7 +40,7 @@ def main():
     time.sleep(SECONDS / 2)
     behave(BEHAVIOUR)
     print(f"Evaluating {TOKENS:,} tokens", flush=True)
-    value = VALUE + (int(os.environ["AUTORESEARCH_SEED"]) - 42) * 0.001
+    value = VALUE - BONUS + (int(os.environ["AUTORESEARCH_SEED"]) - 42) * 0.001
     print(f"Evaluated {TOKENS:,} tokens: val_bpb {value:.6f}")
     summary(value)
     return 0

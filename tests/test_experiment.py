@@ -99,6 +99,52 @@ def test_keep_moves_the_branch_and_discard_does_not(series):
     assert "-VALUE = 1.9\n+VALUE = 1.95" in (series.folder / "runs/3/change.diff").read_text()
 
 
+def helper(series, name, start="HEAD"):
+    """A worktree on no branch, as somebody who works on the series beside the main checkout has it; as an object to edit and call."""
+    folder = series.folder.parent / name
+    series.git("worktree", "add", "--quiet", "--detach", str(folder), start)
+    return Checkout(folder, {"AUTORESEARCH_CACHE": series.environment["AUTORESEARCH_CACHE"]})
+
+
+def test_a_worktree_on_no_branch_works_on_the_series(series):
+    other = helper(series, "other")
+    other.edit(VALUE=1.9)
+    assert other.call("try", "from beside").startswith("keep run 2")
+    assert series.rows[1][1:] == ["1.900000", "0.5", "keep", "from beside"] and not (other.folder / "results.tsv").exists()
+    assert series.git("rev-parse", "HEAD") == series.run_json(2)["commit"] and series.best_value() == 1.9
+    other.edit(VALUE=1.95)
+    assert other.call("try", "worse").startswith("discard run 3") and "VALUE = 1.9\n" in other.train.read_text(), "the best's again"
+    (other.folder / "run.sh").write_text("changed\n")
+    other.edit(VALUE=1.8)
+    assert "unsaved changes in run.sh" in other.call("try", "x", code=2)
+
+
+def test_what_began_from_an_older_best_is_a_candidate(series):
+    other = helper(series, "other")
+    series.edit(BONUS=0.1)
+    series.call("try", "first")
+    other.edit(VALUE=1.7)
+    output = other.call("try", "better, without the first")
+    assert output.startswith("candidate run 3") and "better by 0.200000 than the best 1.900000" in output
+    assert "began from an older best; to try it as it is: cp runs/3/train.py train.py" in output and len(output.splitlines()) <= 12
+    assert series.rows[2][1:] == ["1.700000", "0.5", "discard", "candidate: better, without the first"]
+    assert series.run_json(3)["parent"] == series.run_json(1)["commit"] and series.best_value() == 2.0
+    (series.folder / "train.py").write_text((series.folder / "runs/3/train.py").read_text())
+    assert series.call("try", "as it is").startswith("keep run 4") and series.best_value() == 1.7 and series.git("status", "--short") == ""
+    other.train.write_text(series.train.read_text())  # it has what was kept since, so it is the best's edit
+    other.edit(VALUE=1.6)
+    assert other.call("try", "on the best").startswith("keep run 5") and series.best_value() == 1.6
+
+
+def test_a_worktree_elsewhere_is_refused(series):
+    series.git("switch", "--quiet", "main")
+    series.commit_file("run.sh", RUN_SH + "true\n")
+    series.git("switch", "--quiet", "autoresearch/nov29")
+    other = helper(series, "other", "main")
+    other.edit(VALUE=1.9)
+    assert "is not on the series" in other.call("try", "x", code=2)
+
+
 def test_equal_is_no_keep(series):
     series.edit(PARAMS=0.7)
     assert series.call("try", "as good").startswith("discard")
@@ -636,6 +682,39 @@ def test_many_experiments(series):
     assert [row[3] for row in series.rows[1:]] == ["keep" if i % 3 == 0 else "discard" for i in range(1, 8)]
     assert max(lengths[1:]) - min(lengths[1:]) < 120 and series.is_clean()
     assert sorted(os.listdir(series.folder / "worktrees")) == []
+
+
+def test_patches_of_files(series, tmp_path):
+    """A patch with a line of text or none, and what `git format-patch` writes; each applied to the best's train.py."""
+    for value in (1.8, 1.7):
+        series.edit(VALUE=value)
+        series.commit(f"Try {value}, a subject so long that git format-patch breaks it into two lines, which are one again here")
+    (tmp_path / "two.mbox").write_text(series.git("format-patch", "--stdout", "HEAD~2"))
+    diff = series.git("diff", "HEAD~2", "HEAD~", "--", "train.py") + "\n"
+    (tmp_path / "with text.patch").write_text("\nlower\n\nbecause\n" + diff)
+    (tmp_path / "bare.patch").write_text(diff)
+    series.git("reset", "--quiet", "--hard", "HEAD~2")
+    script = """
+import json, sys
+import experiment
+found = [patch for path in sys.argv[1:] for patch in experiment.read_patches(path)]
+texts, source = [], None
+for path, description, patch in found:
+    try:
+        source = experiment.patched("HEAD", patch)
+        texts.append([description, [line for line in source.decode().splitlines() if line.startswith("VALUE")]])
+    except experiment.Refusal as e:
+        texts.append([description, str(e)])
+print(json.dumps(texts))
+"""
+    paths = [tmp_path / name for name in ("two.mbox", "with text.patch", "bare.patch")]
+    done = subprocess.run([sys.executable, "-c", script, *map(str, paths)], cwd=series.folder, env=series.environment, check=True,
+                          capture_output=True, text=True)  # fmt: skip
+    first, second, *others = json.loads(done.stdout)
+    end = "a subject so long that git format-patch breaks it into two lines, which are one again here"
+    assert [" ".join(first[0].split()), first[1]] == [f"Try 1.8, {end}", ["VALUE = 1.8"]]
+    assert second[0].startswith("Try 1.7") and "patch failed: train.py" in second[1], "it is on top of the first"
+    assert others == [["lower", ["VALUE = 1.8"]], ["bare", ["VALUE = 1.8"]]]
 
 
 # ---- pure functions ------------------------------------------------------------------------------------------------------------

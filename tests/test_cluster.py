@@ -1,0 +1,267 @@
+"""experiment.py --on: a real Ray cluster of three nodes on this machine. What is simulated: GPUs (runs take cores), and the distance."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zlib
+
+import pytest
+from checkout import Checkout
+from conftest import PROJECT
+
+pytest.importorskip("ray", reason="needs the extra `ray`")
+from ray_nodes import TOKEN, Nodes
+
+from loop import cluster, files
+from loop.processes import processes
+
+pytestmark = pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="needs a virtual environment, as a node has")
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory, request):
+    worker = getattr(request.config, "workerinput", {"workerid": "gw0"})["workerid"]
+    nodes = Nodes(tmp_path_factory.mktemp("nodes"), network=int(worker[2:]))
+    try:
+        for n in range(3):
+            nodes.start(n)
+        yield nodes
+    finally:
+        nodes.end()
+
+
+@pytest.fixture(scope="module")
+def series(nodes, tmp_path_factory):
+    """The stand-in's project as a client that has no GPU, begun on the cluster; the nodes have the stand-in's data."""
+    checkout = Checkout(tmp_path_factory.mktemp("client") / "a project", {"RAY_AUTH_TOKEN": TOKEN}).make()
+    use_this_venv(checkout)
+    for n in range(3):
+        shutil.copytree(checkout.folder.parent / "cache", nodes.cache(n), dirs_exist_ok=True)
+    checkout.environment.pop("AUTORESEARCH_DATASET")
+    output = checkout.call("begin", "nov29", "--on", nodes.address, "--cores", 1)
+    assert "keep run 1" in output and "val_bpb 2.000000, the baseline" in output
+    return checkout
+
+
+def use_this_venv(checkout):
+    shutil.rmtree(checkout.folder / "venv", ignore_errors=True)
+    (checkout.folder / "venv").symlink_to(sys.prefix)
+
+
+def patch(checkout, name, **constants):
+    """A file with an edit of the best's train.py, which is left as it is."""
+    best = checkout.train.read_text()
+    checkout.edit(**constants)
+    path = checkout.folder.parent / f"{name}.patch"
+    path.write_text(f"{name}: as a patch\n\n" + checkout.git("diff", "train.py") + "\n")
+    checkout.train.write_text(best)
+    return path
+
+
+def wait_until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.1)
+
+
+def wait_for_end(checkout):
+    """What `wait` says of runs that take a while."""
+    for _ in range(8):
+        output = checkout.call("wait", "--wait", 50, code=None)
+        if "is still running" not in output:
+            return output
+    raise AssertionError(output)
+
+
+def place(checkout, number):
+    return json.loads((checkout.folder / f"runs/{number}/cluster.json").read_text())
+
+
+def is_running(checkout, number):
+    attempts = place(checkout, number)["attempts"] if (checkout.folder / f"runs/{number}/cluster.json").exists() else []
+    return bool(attempts) and attempts[-1].get("status") == "RUNNING"
+
+
+def test_several_patches_from_one_best(nodes, series):
+    """The first to end is kept; what is better and lacks it runs again on it, merged, or stays a candidate where that conflicts."""
+    quick = patch(series, "quick", VALUE=1.9)
+    slow = patch(series, "slow", BONUS=0.15, SECONDS=8.0)
+    other = patch(series, "other", VALUE=1.7, SECONDS=10.0)
+    first = len(series.rows)
+    started = series.call("try", "--on", nodes.address, "--wait", 0, "--patches", quick, slow, other, code=75)
+    assert started.count("is still running") == 3 and series.is_clean()
+    status = series.call("status")
+    assert f"cluster {nodes.address}: 3 nodes, 0 GPUs, 3 cores" in status and "slow: as a patch" in status
+    assert len(status.splitlines()) <= 40
+    output = series.call("wait", "--wait", 50)
+    rows = {row[4]: row for row in series.rows[first:]}
+    assert rows["quick: as a patch"][1:4] == ["1.900000", "0.5", "keep"]
+    assert rows["candidate: slow: as a patch"][1:4] == ["1.850000", "0.5", "discard"]
+    assert rows["again: slow: as a patch"][1:4] == ["1.750000", "0.5", "keep"]
+    assert rows["candidate: other: as a patch"][1:4] == ["1.700000", "0.5", "discard"] and len(rows) == 4
+    assert "its change runs again on the best, run 5" in output and "merge it by hand: its change conflicts" in output
+    assert series.best_value() == 1.9 and "BONUS = 0.15\n" in series.train.read_text() and series.is_clean()
+    assert {place(series, n)["attempts"][0]["node"] for n in (2, 3, 4)} == {nodes.ip(n) for n in range(3)}, "each on a node of its own"
+    assert [series.run_json(n)["device"] for n in (1, 2, 3, 4, 5)] == ["CPU"] * 5
+    assert not (series.folder / "worktrees").exists() and not (series.folder / "runs/2/files").exists()
+
+
+def test_node_with_other_data_is_passed_over(nodes, series):
+    facts = nodes.cache(2) / "demo/data/dataset.json"
+    right = facts.read_text()
+    facts.write_text(right.replace("0123456789ab", "ba9876543210"))
+    try:
+        first = len(series.rows)
+        output = series.call("noise", 3, "--on", nodes.address, "--wait", 50)
+    finally:
+        facts.write_text(right)
+    numbers = [int(n) for n in re.findall(r"^noise run (\d+)", output, re.M)]
+    passed = [reason for n in numbers for reason in place(series, n)["passed_over"].values()]
+    assert passed == [f"{nodes.ip(2)}: fingerprint ba9876543210 and not 0123456789ab"]
+    assert sorted(row[1] for row in series.rows[first:]) == ["1.751000", "1.752000", "1.753000"] and len(numbers) == 3
+    assert "4 seeds: mean 1.751500" in output
+
+
+def test_stop_ends_the_job_and_nothing_is_recorded(nodes, series):
+    before = series.rows
+    source = series.edit(SECONDS=60.0)
+    output = series.call("try", "long", "--on", nodes.address, "--wait", 0, code=75)
+    assert "train.py is as it was before the edit" in output and series.is_clean()
+    number = max(int(name) for name in os.listdir(series.folder / "runs") if name.isdecimal())
+    assert (series.folder / f"runs/{number}/train.py").read_text() == source
+    wait_until(lambda: is_running(series, number))
+    assert "it was told to stop" in series.call("stop", "--now", code=4)
+    series.call("stop", "--undo")
+    job = f"/api/jobs/{place(series, number)['attempts'][-1]['id']}"
+    os.environ["RAY_AUTH_TOKEN"] = TOKEN
+    try:
+        wait_until(lambda: cluster.ask(nodes.address, job)["status"] == "STOPPED")
+    finally:
+        del os.environ["RAY_AUTH_TOKEN"]
+    wait_until(lambda: not any(b"train.py" in (files.read_bytes(f"/proc/{pid}/cmdline") or b"") for pid in nodes.processes()))
+    assert series.rows == before
+
+
+def test_supervisor_that_is_killed_is_replaced(nodes, series):
+    series.edit(PARAMS=0.7, SECONDS=6.0)
+    series.call("try", "outlives its supervisor", "--on", nodes.address, "--wait", 0, code=75)
+    number = max(int(name) for name in os.listdir(series.folder / "runs") if name.isdecimal())
+    wait_until(lambda: is_running(series, number))
+    command = f"experiment.py\0_supervise\0{number}\0".encode()
+    for process in processes():
+        if command in (files.read_bytes(f"/proc/{process['pid']}/cmdline") or b""):
+            os.kill(process["pid"], signal.SIGKILL)
+    assert f"running: run {number} (on 127.0." in series.call("status")
+    assert series.call("wait", "--wait", 50).startswith(f"discard run {number}")
+    assert [row[4] for row in series.rows].count("outlives its supervisor") == 1 and len(place(series, number)["attempts"]) == 1
+
+
+def test_run_goes_on_after_the_head_was_restarted(nodes, series):
+    series.edit(PARAMS=0.8, SECONDS=4.0)
+    series.call("try", "outlives the cluster", "--on", nodes.address, "--wait", 0, code=75)
+    number = max(int(name) for name in os.listdir(series.folder / "runs") if name.isdecimal())
+    wait_until(lambda: is_running(series, number))
+    nodes.lose()
+    assert "no Ray answers" in series.call("status")
+    for n in range(3):
+        nodes.start(n)
+    assert series.call("wait", "--wait", 50).startswith(f"discard run {number}")
+    attempts = place(series, number)["attempts"]
+    assert len(attempts) == 2 and "its head was restarted" in attempts[0]["end"]
+    assert [row[4] for row in series.rows].count("outlives the cluster") == 1
+
+
+def test_what_is_refused(nodes, series, tmp_path):
+    best = series.train.read_text()
+    good, same = patch(series, "good", VALUE=1.5), patch(series, "same", VALUE=1.5)
+    wrong = tmp_path / "wrong.patch"
+    wrong.write_text("wrong\n" + (good.read_text().partition("\n")[2]).replace("train.py", "prepare.py"))
+    before = sorted(os.listdir(series.folder / "runs"))
+    for arguments, words in (
+        (["try", "--on", nodes.address, "--patches", good, wrong], "wrong.patch: "),
+        (["try", "--on", nodes.address, "--patches", good, same], "same.patch: it is the same change as"),
+        (["try", "--patches", good], "needs a cluster: --on"),
+        (["try", "--on", nodes.address], "say what train.py tries"),
+        (["try", "x", "--on", "127.0.0.9:6379"], "use `local`, or the address of Ray's dashboard"),
+        (["try", "x", "--cores", 2], "--cores is for a cluster"),
+        (["try", "x", "--on", nodes.address, "--cores", 0], "use 1 or more"),
+    ):
+        assert words in series.call(*arguments, code=2)
+    assert "no Ray answers at http://127.0.0.9:8265" in series.call("try", "x", "--on", "127.0.0.9", code=3)
+    assert "wants its token" in series.call("try", "x", "--on", nodes.address, code=3, RAY_AUTH_TOKEN="0" * 32)
+    assert sorted(os.listdir(series.folder / "runs")) == before and series.train.read_text() == best
+
+
+def test_demonstration_outlives_a_lost_node(nodes, demo, tmp_path):
+    """The project itself: its baseline and two tries at once, one of whose nodes loses its power; it is trained again elsewhere."""
+    client = Checkout(tmp_path / "clone", {"RAY_AUTH_TOKEN": TOKEN, "AUTORESEARCH_TIME_BUDGET": "1"})
+    client.environment.pop("AUTORESEARCH_DATASET")
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=PROJECT, check=True, capture_output=True, text=True).stdout.split("\0")
+    for name in filter(None, names):
+        (client.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(PROJECT / name, client.folder / name)
+    client.git("init", "--quiet", "--initial-branch", "main")
+    client.commit("start")
+    use_this_venv(client)
+    for n in range(3):
+        shutil.rmtree(nodes.cache(n))
+        shutil.copytree(demo.root, nodes.cache(n) / "demo")
+    client.call("begin", "real", "--on", nodes.address, "--cores", 1, "--wait", 0, code=75)
+    assert "keep run 1" in wait_for_end(client)
+    text, patches = client.train.read_text(), []
+    for rate in (0.03, 0.05):
+        client.train.write_text(re.sub(r"^MATRIX_LR = [\d.]+", f"MATRIX_LR = {rate}", text, flags=re.M))
+        patches.append(tmp_path / f"rate {rate}.patch")
+        patches[-1].write_text(client.git("diff", "train.py") + "\n")
+    client.train.write_text(text)
+    client.call("try", "--on", nodes.address, "--wait", 0, "--patches", *patches, code=75)
+    wait_until(lambda: is_running(client, 2) and is_running(client, 3))
+    at = {number: place(client, number)["attempts"][0]["node"] for number in (2, 3)}
+    lost = next(number for number in (2, 3) if at[number] != nodes.ip(0))
+    wait_until(lambda: any(b"train.py" in (files.read_bytes(f"/proc/{pid}/cmdline") or b"") for pid in nodes.processes()))
+    nodes.lose(next(n for n in range(3) if nodes.ip(n) == at[lost]))
+    wait_for_end(client)
+    attempts = place(client, lost)["attempts"]
+    assert len(attempts) == 2 and attempts[0]["counts"] and attempts[1]["node"] != at[lost]
+    rows = client.rows
+    assert sorted(row[4] for row in rows[1:]) == ["rate 0.03", "rate 0.05"] and all(1 < float(row[1]) < 16 for row in rows)
+    summaries = [client.run_json(number)["summary"] for number in (1, 2, 3)]
+    assert len({s["fingerprint"] for s in summaries}) == 1 and {s["eval_tokens"] for s in summaries} == {65536}
+    assert client.git("status", "--porcelain") == ""
+
+
+def test_what_crosses_the_network_is_small(tmp_path):
+    """The files of a run, of this very project."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=PROJECT, check=True, capture_output=True, text=True).stdout.strip()
+    cluster.files_of(commit, tmp_path)
+    names = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
+    assert {"run.sh", "env.sh", "train.py", "prepare.py", "doctor.py", "pyproject.toml", "kernels/attention.py", "loop/node.py"} <= names
+    assert not any(name.startswith(("docs/", "tests/", "sample/", "benchmarks/")) for name in names)
+    assert sum(len(zlib.compress((tmp_path / name).read_bytes())) for name in names) < 300_000
+
+
+@pytest.mark.parametrize(
+    "text, address",
+    [
+        ("local", "http://127.0.0.1:8265"),
+        ("10.0.0.5", "http://10.0.0.5:8265"),
+        ("desk:9000", "http://desk:9000"),
+        ("http://desk", "http://desk:8265"),
+        ("https://ray.example.org", "https://ray.example.org"),
+        ("https://ray.example.org/", "https://ray.example.org"),
+    ],
+)
+def test_address(text, address):
+    assert cluster.address_of(text) == address
+
+
+@pytest.mark.parametrize("text", ["ray://10.0.0.5:10001", "10.0.0.5:6379", "10.0.0.5:port", ""])
+def test_address_that_is_none(text):
+    with pytest.raises(files.Refusal, match="use `local`, or the address"):
+        cluster.address_of(text)
