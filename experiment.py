@@ -21,6 +21,8 @@ AUTORESEARCH_LIMITS changes LIMITS of loop/files.py: "silence=60 evaluation=900"
 import argparse
 import collections
 import contextlib
+import email.errors
+import email.header
 import json
 import math
 import os
@@ -145,7 +147,9 @@ def place_of(arguments, series=None):
     cores = arguments.cores
     if cores is None and series and series.outcome(series.baseline).get("device") == "CPU":
         cores = series.settings.get("cores")  # as many as the baseline had
-    return {"on": cluster.find(arguments.on), "cores": cores}
+    address = cluster.find(arguments.on)
+    cluster.say_if_none_could(address, cores)
+    return {"on": address, "cores": cores}
 
 
 def check_idea(series, head, parent, source, simpler):
@@ -175,7 +179,7 @@ def command_try(arguments):
         how = place | {"margin": arguments.margin, "simpler": arguments.simpler, "prune": arguments.prune}
         mark = "simpler: " if arguments.simpler else ""
         if patches:
-            numbers = try_patches(series, head, patches, mark, how)
+            ideas = ideas_of(series, head, patches, arguments.simpler)
         else:
             source = read_bytes(TRAIN)
             if source is None:
@@ -184,24 +188,32 @@ def command_try(arguments):
             check_idea(series, head, parent, source, arguments.simpler)
             numbers = [propose(series, parent, source, mark + description, file=TRAIN, **how)]
             if place["on"] and give_back(read_turn(numbers[0])):
-                print(f"run {numbers[0]} has its own copy: train.py is as it was before the edit, for the next idea")
+                print(f"run {numbers[0]} has its own copy: train.py is as git has it, for the next idea")
+    if patches:
+        numbers = []
+        for source, description in ideas:
+            with state_lock():  # one by one: hundreds take minutes, and other commands and the runs that end have their turn between
+                if stop_requested():
+                    raise Refusal(f"the human has asked to stop: {len(numbers)} of {len(ideas)} were started", STOPPED)
+                numbers.append(propose(Series(series.tag), head, source, mark + description, **how))
+            time.sleep(0.15 * (len(numbers) % 10 == 0))  # longer than they pause before they ask again
     return wait_for(arguments.wait, numbers)
 
 
-def try_patches(series, head, patches, mark, how):
-    """Start a run for each (path, description, patch) on the best: for all of them, or, where one can't be tried, for none."""
+def ideas_of(series, head, patches, simpler):
+    """[(train.py, description)] of each (path, description, patch) on the best: of all of them, or, where one can't be tried, a Refusal."""
     ideas = {}
     for path, description, patch in patches:
         try:
             source = patched(head, patch)
-            check_idea(series, head, head, source, how["simpler"])
+            check_idea(series, head, head, source, simpler)
             digest = digest_of(parse(source))
             if digest in ideas:
                 raise Refusal(f"it is the same change as {ideas[digest][0]}")
             ideas[digest] = path, source, clean(description)
         except Refusal as e:
             raise Refusal(f"{path}: {e}; nothing was started", e.code) from None
-    return [propose(series, head, source, mark + description, **how) for _, source, description in ideas.values()]
+    return [(source, description) for _, source, description in ideas.values()]
 
 
 def read_patches(path):
@@ -209,17 +221,24 @@ def read_patches(path):
     content = read_bytes(path)
     if content is None:
         raise Refusal(f"--patches {path}: there is no such file")
-    mails = re.split(rb"^(?=From [0-9a-f]{40} )", content, flags=re.M)
+    mails = re.split(rb"^(?=From [0-9a-f]{40} )", content.removeprefix(b"\xef\xbb\xbf"), flags=re.M)
     found = []
     for mail in filter(bytes.strip, mails):
         text = re.split(rb"^(?:diff --git |--- )", mail, maxsplit=1, flags=re.M)[0].decode("utf-8", "replace")
         subject = re.search(r"^Subject: (?:\[PATCH[^\]]*\] )?(.+(?:\n .+)*)", text, re.M)
         first = next(filter(str.strip, text.splitlines()), None)
         name = os.path.splitext(os.path.basename(path))[0]
-        found.append((path, subject[1] if subject else first or name, mail))
+        found.append((path, decoded(subject[1]) if subject else first or name, mail))
     if not found:
         raise Refusal(f"--patches {path}: it is empty")
     return found
+
+
+def decoded(subject):
+    """A mail's subject without the encoding that it has where it is not ASCII."""
+    with contextlib.suppress(LookupError, ValueError, email.errors.MessageError):
+        return str(email.header.make_header(email.header.decode_header(subject)))
+    return subject
 
 
 def command_noise(arguments):
@@ -236,24 +255,25 @@ def command_noise(arguments):
 
 
 def command_wait(arguments):
-    return wait_for(arguments.wait)
+    return wait_for(arguments.wait, first=arguments.any)
 
 
-def wait_for(seconds, numbers=None):
-    """Wait for these runs (default: all that are under way, or the last one); print each verdict when it is there.
+def wait_for(seconds, numbers=None, first=False):
+    """Wait for these runs (default: all that are under way or whose verdict nobody was told, or the last one); print each verdict.
 
-    Returns the last verdict's exit code (of several runs' the one that most asks to be looked at), or 75.
+    first: return at the first verdict. Returns the last verdict's exit code, of several the one that most asks to be looked at, or 75.
     """
     until, pause, codes = time.monotonic() + seconds, 0.02, []
     if not last_number():
         raise Refusal("nothing has been run yet")
-    pending = list(numbers or [turn["number"] for turn in unfinished()] or [last_number()])
+    pending = list(numbers or sorted({*untold(), *(turn["number"] for turn in unfinished())}) or [last_number()])
     several = len(pending) > 1
     while pending:
         for number in list(pending):
             said = read_json(run_file(number, "verdict.json"))
             if said:
                 print("\n".join(said["lines"]), flush=True)
+                write_file(run_file(number, "told"), b"")
                 codes.append(said["code"])
                 pending.remove(number)
                 pending += filter(None, [said.get("next") or next_repeat(number)])
@@ -262,6 +282,8 @@ def wait_for(seconds, numbers=None):
                     recover()
                 if read_turn(number) is None:
                     raise Refusal(f"runs/{number} was removed: nothing is known of that run")
+        if codes and first:
+            return codes[-1]
         if pending and not time.monotonic() < until:
             for number in pending:
                 print(f"run {number} is still running ({progress_of(number)}): python3 experiment.py wait")
@@ -269,6 +291,14 @@ def wait_for(seconds, numbers=None):
         time.sleep(min(pause, max(0.0, until - time.monotonic())) if pending else 0)
         pause = min(pause * 1.2, 1.0)
     return next(code for code in (ENVIRONMENT, STOPPED, 0, CRASHED) if code in codes) if several else codes[-1]
+
+
+def untold():
+    """Runs in a cluster that ended while nobody waited for them: their verdict was not printed yet."""
+    for number in range(1, last_number() + 1):
+        ended, told = (os.path.exists(run_file(number, name)) for name in ("verdict.json", "told"))
+        if ended and not told and (read_turn(number) or {}).get("on"):
+            yield number
 
 
 def next_repeat(number):
@@ -323,7 +353,8 @@ def command_stop(arguments):
 
 
 def end_supervisor(number):
-    """Tell the run's supervisor to end it."""
+    """Tell the run's supervisor to end it: the one that lives, or one that is being started."""
+    write_file(run_file(number, "stop"), b"")
     command = f"{os.path.join(ROOT, 'experiment.py')}\0_supervise\0{number}\0".encode()
     for process in processes():
         if command in (read_bytes(f"/proc/{process['pid']}/cmdline") or b""):
@@ -487,7 +518,8 @@ def main():
     attempt.add_argument("--margin", type=float, default=0.0, metavar="F", help="keep only if better by F noise floors (default: 0)")
     attempt.add_argument("--simpler", action="store_true", help="less code: keep it at an equal score too (within a noise floor)")
     attempt.add_argument("--prune", action="store_true", help="stop it when its loss is clearly worse than the best's at the same progress")
-    add("wait", command_wait, "Wait for the run and print its verdict.", wait=True)
+    waiting = add("wait", command_wait, "Wait for what is under way and print each verdict.", wait=True)
+    waiting.add_argument("--any", action="store_true", help="return at the first verdict, where several are under way")
     noise = add("noise", command_noise, "Run the best again with other seeds, to know what is luck.", wait=True, on=True)
     noise.add_argument("count", type=int, nargs="?", default=3, metavar="K", help="how many seeds (default: 3)")
     add("status", command_status, "Where the series stands.").add_argument("--json", action="store_true", help="for programs")

@@ -4,7 +4,8 @@
 #   ./run.sh                   one experiment
 #   ./run.sh --keep            the same; the trained model stays, as model.pt
 #   ./run.sh --doctor          what is wrong with this machine and how to mend it (doctor.py, which takes the arguments after it)
-#   ./run.sh --help            these lines; then it sets up what is missing, and train.py says what it takes
+#   ./run.sh --setup           sets up what is missing, and trains nothing
+#   ./run.sh --help            these lines, and where that is set up what train.py takes
 #
 # Environment, beside what env.sh reads (README.md, "Settings", has all):
 #   AUTORESEARCH_TORCH_INDEX   the package index that torch comes from (a mirror, a nightly)
@@ -235,9 +236,14 @@ avoid_spaces() {
 }
 
 main() {
-    case "${1:-}" in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$ROOT/run.sh"; echo ;; esac  # the head of this file
+    case "${1:-}" in -h | --help)
+        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$ROOT/run.sh"  # the head of this file
+        [[ -e $STATE/ready-run ]] || exit 0
+        echo ;;
+    esac
     # shellcheck source=env.sh
     source "$ROOT/env.sh" || exit
+    case "${1:-}" in -h | --help) exec "$PYTHON" "$ROOT/train.py" --help ;; esac
     if [[ ${1:-} == --doctor ]]; then avoid_spaces && exec "$PYTHON" "$ROOT/doctor.py" "${@:2}"; fi
     choose_torch
     is_ready || stop_checks --before-install
@@ -249,6 +255,7 @@ main() {
     fi
     cd "$ROOT"
     prepare_data
+    [[ ${1:-} != --setup ]] || exit 0
     stay_awake
     exec "$PYTHON" train.py "$@"
 }

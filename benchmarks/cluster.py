@@ -115,10 +115,11 @@ def many(machines, seconds):
         def running():
             return [pid for pid in nodes.processes(0) if command_of(pid).rstrip().endswith(b"train.py")]
 
-        peak = 0
-        while len(now := running()) > peak:
-            peak = len(now)
-            time.sleep(10)
+        peak, since = 0, time.perf_counter()
+        while peak < machines and time.perf_counter() < since + 60:
+            if (now := len(running())) > peak:
+                peak, since = now, time.perf_counter()
+            time.sleep(2)
         print(f"at once in training: {peak}, {time.perf_counter() - start:.0f} s after the start", flush=True)
         quiet_head, quiet_client, since = usage(head_of(nodes))[0], usage(supervisors(checkout)), time.perf_counter()
         time.sleep(30)

@@ -7,9 +7,12 @@ of a turn is in runs/N/cluster.json: address, attempts, nodes that were passed o
 """
 
 import contextlib
+import hashlib
+import http.client
 import io
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -19,15 +22,17 @@ import urllib.error
 import urllib.parse
 import urllib.request
 
-from .files import ENVIRONMENT, LIMITS, ROOT, RUNS, Refusal, now_text, read_bytes, read_json, run_file, write_file, write_json
+from .files import ENVIRONMENT, LIMITS, ROOT, RUNS, Refusal, now_text, read_bytes, read_json, run_file, seconds_text, write_file, write_json
 from .node import ANSWER
+from .processes import cache_folder
 from .repository import git_bytes
-from .run import interrupted
+from .run import die_with_parent, interrupted
 
 PORT = 8265  # of Ray's dashboard
 LOCAL = f"http://127.0.0.1:{PORT}"
 PYTHON = os.path.join(ROOT, "venv", "bin", "python")
-EXCLUDED = ("docs", "tests", "sample", "benchmarks", "*.md", "*.ipynb", "*.png", ".ci")  # of the files that are sent: they change no run
+# Of the files that are sent: they change no run. The last two would have Ray leave out files that are in the commit.
+EXCLUDED = ("docs", "tests", "sample", "benchmarks", "*.md", "*.ipynb", "*.png", ".ci", "*.gitignore", "*.rayignore")
 # Of the series' settings; the others are a node's own.
 VARIABLES = ("AUTORESEARCH_DATASET", "AUTORESEARCH_TIME_BUDGET", "GPU_BF16_PEAK_FLOPS")
 
@@ -40,6 +45,10 @@ class Unknown(Exception):
     """The cluster does not know what it is asked for."""
 
 
+class Denied(Refusal):
+    """The cluster wants another token."""
+
+
 # ---------------------------------------------------------------------------
 # The cluster
 # ---------------------------------------------------------------------------
@@ -48,25 +57,34 @@ class Unknown(Exception):
 def token():
     """Ray's token, where it asks for one (RAY_AUTH_MODE=token): found where Ray's own client finds it."""
     path = os.environ.get("RAY_AUTH_TOKEN_PATH") or os.path.expanduser("~/.ray/auth_token")
-    return os.environ.get("RAY_AUTH_TOKEN") or (read_bytes(path) or b"").decode().strip()
+    found = (os.environ.get("RAY_AUTH_TOKEN") or (read_bytes(path) or b"").decode("utf-8", "replace")).strip()
+    if not re.fullmatch("[!-~]*", found):  # said here, without it: an error of the header would show it
+        raise Refusal("Ray's token (RAY_AUTH_TOKEN, ~/.ray/auth_token) has spaces or line breaks in it: it is one word", ENVIRONMENT)
+    return found
 
 
 def ask(address, path, method="GET", timeout=20):
     """What the REST API answers."""
     headers = {"Authorization": f"Bearer {token()}"} if token() else {}
     request = urllib.request.Request(f"{address}{path}", method=method, headers=headers)
+    direct = [urllib.request.ProxyHandler({})] if is_near(address) else []
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as response:
+        with urllib.request.build_opener(*direct).open(request, timeout=timeout) as response:
             return json.loads(response.read())
     except urllib.error.HTTPError as e:
         if e.code == 404:
             raise Unknown(path) from None
         said = " ".join(e.read(300).decode("utf-8", "replace").split())
         if e.code in (401, 403):
-            raise Refusal(f"Ray at {address} wants its token ({said}): the same ~/.ray/auth_token on every machine", ENVIRONMENT) from None
+            raise Denied(f"Ray at {address} wants its token ({said}): the same ~/.ray/auth_token on every machine", ENVIRONMENT) from None
         raise Unreachable(f"Ray at {address} answers {e.code}: {said}") from None
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, http.client.HTTPException) as e:
         raise Unreachable(f"no Ray answers at {address} ({getattr(e, 'reason', e)})") from None
+
+
+def is_near(address):
+    """Whether no proxy of the environment (http_proxy) leads there: a dashboard by plain HTTP is in one's own network."""
+    return address.startswith("http:")
 
 
 def address_of(text):
@@ -75,7 +93,9 @@ def address_of(text):
         return LOCAL
     parts = urllib.parse.urlsplit(text if "//" in text else f"http://{text}")
     try:
-        good = parts.scheme in ("http", "https") and parts.hostname and (parts.port or PORT) != 6379
+        # No name and password: what is given here is written down, and shown in Ray's dashboard.
+        good = parts.scheme in ("http", "https") and re.fullmatch(r"[\w.:%-]+", parts.hostname or "") and (parts.port or PORT) != 6379
+        good = good and "@" not in parts.netloc
     except ValueError:
         good = False
     if not good:
@@ -101,14 +121,18 @@ def find(text):
 
 
 def start_local():
-    """A cluster of this machine alone, with all its GPUs. It stays until `ray stop`."""
-    gpus = subprocess.run([PYTHON, "-c", "import torch; print(torch.cuda.device_count())"], cwd=ROOT, capture_output=True, text=True)
+    """A cluster of this machine alone, with all its GPUs, for whoever has its token. It stays until `ray stop`."""
+    python = os.path.join(venv_without_spaces(), "bin", "python")
+    ray = [python, "-W", "ignore", "-m", "ray.scripts.scripts"]
+    quiet = dict(cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    gpus = subprocess.run([PYTHON, "-c", "import torch; print(torch.cuda.device_count())"], **quiet)
     count = int(gpus.stdout.strip() or 0)
-    command = [PYTHON, "-m", "ray.scripts.scripts", "start", "--head", "--disable-usage-stats", f"--num-gpus={count}",
-               "--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--dashboard-port={PORT}"]  # fmt: skip
-    search = f"{os.path.dirname(PYTHON)}{os.pathsep}{os.environ.get('PATH', '')}"
-    environment = os.environ | {"PATH": search, "RAY_USAGE_STATS_ENABLED": "0"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if not token():  # Ray listens on all of a machine's addresses
+        subprocess.run([*ray, "get-auth-token", "--generate"], **quiet)
+    search = f"{os.path.dirname(python)}{os.pathsep}{os.environ.get('PATH', '')}"
+    environment = os.environ | {"PATH": search, "RAY_USAGE_STATS_ENABLED": "0"} | secret()
+    place = ["--head", "--disable-usage-stats", f"--num-gpus={count}", "--dashboard-host=127.0.0.1", f"--dashboard-port={PORT}"]
+    done = subprocess.run([*ray, "start", *place], env=environment, **quiet)
     until = time.monotonic() + 60
     while True:
         try:
@@ -122,9 +146,40 @@ def start_local():
     print(f"started Ray on this machine, {count} GPU{'s' * (count != 1)}; venv/bin/ray stop ends it")
 
 
+def venv_without_spaces():
+    """venv/ by a path that Ray can start its workers from: it quotes none."""
+    venv = os.path.realpath(os.path.join(ROOT, "venv"))
+    if " " not in venv:
+        return venv
+    link = os.path.join(cache_folder(), f"venv-{hashlib.sha256(venv.encode()).hexdigest()[:8]}")
+    if " " in link:
+        raise Refusal(f"Ray does not work from paths with spaces, and there are some in {venv} and {link}: set AUTORESEARCH_CACHE")
+    os.makedirs(cache_folder(), exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        os.symlink(venv, link)
+    return link
+
+
+def secret():
+    """What makes Ray use its token, where there is one."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token()} if token() else {}
+
+
 def nodes(address, timeout=20):
     """[{"node_id", "node_ip", "state", "resources_total", …}]"""
-    return ask(address, "/api/v0/nodes", timeout=timeout)["data"]["result"]["result"]
+    answer = ask(address, "/api/v0/nodes?limit=10000", timeout=timeout)  # 100 without it, those counted that are gone
+    try:
+        return [node for node in answer["data"]["result"]["result"] if {"node_id", "node_ip", "state", "resources_total"} <= node.keys()]
+    except (KeyError, TypeError, AttributeError):
+        raise Unreachable(f"Ray at {address} lists its nodes in another way than expected: is its version another?") from None
+
+
+def say_if_none_could(address, cores):
+    """One line where no node has what a run declares: it will wait, for one that is started or for nothing."""
+    with contextlib.suppress(Unreachable, Unknown):
+        if not any(could(node, cores) for node in nodes(address)):
+            what = f"{cores} cores" if cores else "a GPU (Ray counts those that `ray start --num-gpus` says; without any: --cores)"
+            print(f"no node at {address} has {what} now: runs wait in its queue, at most {seconds_text(LIMITS['queue'])}")
 
 
 def could(node, cores):
@@ -143,10 +198,19 @@ def files_of(commit, folder):
 def send(job):
     """Send a job by Ray's client, which is no part of this process: it is large, and only venv/ has it."""
     command = [PYTHON, "-W", "ignore", os.path.join(ROOT, "loop", "submit.py")]
-    secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token()} if token() else {}
+    # Without what Ray would take for the address, whatever it is given.
+    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")} | secret()
+    environment |= dict.fromkeys(("no_proxy", "NO_PROXY"), "*") if is_near(job["address"]) else {}
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=os.environ | secret, input=json.dumps(job), capture_output=True, text=True, timeout=300
+            command,
+            cwd=ROOT,
+            env=environment,
+            input=json.dumps(job),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            preexec_fn=die_with_parent,  # the next supervisor sends the same job, from the same folder
         )
     except subprocess.TimeoutExpired:
         raise Unreachable(f"Ray at {job['address']} took no job in 300 s") from None
@@ -171,8 +235,8 @@ def run(turn, expected):
     while True:
         attempts = place["attempts"]
         if interrupted:
-            with contextlib.suppress(Unreachable, Unknown):
-                ask(place["address"], f"/api/jobs/{attempts[-1]['id']}/stop" if attempts else "/api/version", "POST" if attempts else "GET")
+            with contextlib.suppress(Unreachable, Denied):
+                stop_job(place["address"], f"/api/jobs/{attempts[-1]['id']}") if attempts else None
             return ("stopped", interrupted[0]), {}
         if not attempts or attempts[-1].get("end"):
             lost = [a["end"] for a in attempts if a.get("counts")]
@@ -185,7 +249,7 @@ def run(turn, expected):
         try:
             end, what = watch(turn, expected, place, attempt, path)
             silent = None
-        except Unreachable as e:
+        except (Unreachable, Denied) as e:
             if silent is None:
                 print(f"{now_text()} {e}", flush=True)
             silent = silent or time.monotonic()
@@ -199,12 +263,12 @@ def run(turn, expected):
             continue
         if end == "stopped":
             return ("stopped", what), {}
-        if end in ("queued", "busy") and time.monotonic() - begun > LIMITS["queue"]:
+        if end in ("queued", "waits", "busy") and time.monotonic() - begun > LIMITS["queue"]:
             return ("environment", f"no node took it in {LIMITS['queue']:g} s{f': {what}' if end == 'busy' else ''}"), {}
         if end == "outcome":
             end, what = ("broken", what["reason"]) if what["state"] == "environment" else ("lost", what["reason"])
         where = attempt.get("node") or "a node"
-        attempt |= {"end": f"{where}: {what}", "counts": end in ("lost", "broken")}
+        attempt |= {"end": what if end == "waits" else f"{where}: {what}", "counts": end in ("lost", "broken")}
         if end in ("unfit", "broken"):
             place["passed_over"][attempt["node_id"]] = f"{where}: {what}"
         print(f"{now_text()} {attempt['id']}: {end}: {attempt['end']}", flush=True)
@@ -225,7 +289,7 @@ def candidates(place, cores):
     """The nodes that may still do it; True where the cluster does not say."""
     try:
         return [n for n in nodes(place["address"]) if could(n, cores) and n["node_id"] not in place["passed_over"]]
-    except (Unreachable, Unknown):
+    except (Unreachable, Unknown, Denied):
         return True
 
 
@@ -251,8 +315,8 @@ def job_of(turn, expected, place, attempt, folder):
 def watch(turn, expected, place, attempt, path):
     """Send an attempt's job if the cluster does not know it, and wait for its end. Returns (how it ended, what there is to say of it):
 
-    "outcome" (an object), "unfit", "busy", "lost", "stopped" (why), "queued" (None: no node took it), "interrupted" (None: a signal to this
-    process). Unreachable where the cluster does not answer.
+    "outcome" (an object), "unfit", "busy", "lost", "stopped" (why), "waits" (why: Ray gave it up before a node was free), "queued" (None:
+    as long as it may wait), "interrupted" (None: a signal to this process). Unreachable where the cluster does not answer.
     """
     address, job = place["address"], f"/api/jobs/{attempt['id']}"
     running, looked, begun = None, 0.0, time.monotonic()
@@ -284,22 +348,29 @@ def watch(turn, expected, place, attempt, path):
             said = last_log(turn, address, job, LIMITS["ending"] if status == "SUCCEEDED" else 0)
             if status == "SUCCEEDED" and said:
                 return said
+            if about.get("error_type") == "JOB_SUPERVISOR_ACTOR_START_TIMEOUT":  # after 15 minutes, its RAY_JOB_START_TIMEOUT_SECONDS
+                return "waits", "no node was free, and Ray gave it up: it is sent again"
             if status == "STOPPED":
                 return "stopped", "it was stopped through Ray"
             return "lost", " ".join((about.get("message") or "it ended without an answer").partition(":")[0].split())
         if status == "RUNNING":
             running = running or now
             if now - running > limit:
-                ask(address, f"{job}/stop", method="POST")
+                stop_job(address, job)
                 return "lost", f"it had not ended {limit:.0f} s after its start"
             if now - looked > 15:
                 last_log(turn, address, job, 0)
                 looked = now
         elif now - begun > LIMITS["queue"]:
-            ask(address, f"{job}/stop", method="POST")
+            stop_job(address, job)
             return "queued", None
         nap(1 if now - begun < 30 else 5)
     return "interrupted", None
+
+
+def stop_job(address, job):
+    with contextlib.suppress(Unknown):  # then there is nothing to stop
+        ask(address, f"{job}/stop", method="POST")
 
 
 def last_log(turn, address, job, wait):
@@ -317,11 +388,14 @@ def last_log(turn, address, job, wait):
 def fetch_log(turn, address, job):
     """The job's log so far into runs/N/run.log. Returns what its last line answers, as (word, what); None without an answer."""
     text = ask(address, f"{job}/logs", timeout=60)["logs"].partition("Running entrypoint for job ")[2].partition("\n")[2]
-    body, mark, last = text.rstrip().rpartition(ANSWER)
-    content = (body if mark else text).encode("utf-8", "replace")[-int(LIMITS["log"]) :]
+    body, _, last = text.rstrip().rpartition("\n")
+    answered = last.startswith(ANSWER)
+    content = (body if answered else text).encode("utf-8", "replace")[-int(LIMITS["log"]) :]
     write_file(run_file(turn["number"], "run.log"), content)
-    if mark and "\n" not in last:
-        return next(iter(json.loads(last).items()))
+    if answered:
+        with contextlib.suppress(ValueError, AttributeError):  # while it runs: a part of it, or what train.py printed
+            ((word, what),) = json.loads(last.removeprefix(ANSWER)).items()
+            return word, what
     return None
 
 

@@ -116,6 +116,18 @@ def read_turn(number):
     return read_json(run_file(number, "turn.json")) if number else None
 
 
+def read_outcome(number):
+    """outcome.json of an earlier run; {} without one that is as it was written, since somebody may have edited it."""
+    outcome = (read_json(run_file(number, "outcome.json")) if number else None) or {}
+    nothing, number_kinds = type(None), (float, int)
+    kinds = {"seconds": dict, "summary": (dict, nothing), "losses": list, "device": (str, nothing), "other_cpu": (*number_kinds, nothing)}
+    whole = all(isinstance(outcome.get(key), kind) for key, kind in kinds.items())
+    seconds, losses = (outcome["seconds"].values(), outcome["losses"]) if whole else ((), ())
+    pairs = all(isinstance(point, list) and len(point) == 2 for point in losses)
+    numbers = [*seconds, *(x for point in losses for x in point)] if pairs else []
+    return outcome if whole and pairs and all(isinstance(x, number_kinds) for x in numbers) else {}
+
+
 def tried():
     """A line for each run: number, tag, kind, commit (short), seed, digest of the program, what it changed."""
     with contextlib.suppress(FileNotFoundError), open(os.path.join(RUNS, "tried.jsonl"), "rb") as f:

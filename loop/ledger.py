@@ -5,7 +5,7 @@ import os
 import re
 import statistics
 
-from .files import LEDGER, ROOT, RUNS, append_line, read_bytes, read_json, run_file, sync_folder, tried
+from .files import LEDGER, ROOT, RUNS, Refusal, append_line, read_bytes, read_json, read_outcome, sync_folder, tried
 
 
 def parse_row(line):
@@ -21,7 +21,10 @@ def parse_row(line):
 
 def read_rows(offset=0, path=LEDGER):
     """The ledger's rows from byte `offset` on; what is no row is left out."""
-    text = (read_bytes(path) or b"")[offset:].decode("utf-8", "replace")
+    content = read_bytes(path) or b""
+    if b"\0" in content[:1000]:
+        raise Refusal(f"{path} is not in UTF-8 (saved as UTF-16?): iconv -f UTF-16 -t UTF-8 makes it so")
+    text = content[offset:].decode("utf-8", "replace")
     return [row for row in map(parse_row, text.splitlines()) if row]
 
 
@@ -105,8 +108,7 @@ class Series:
         return share if share > 0.1 else None
 
     def outcome(self, row):
-        number = self.number(row) if row else None
-        return (read_json(run_file(number, "outcome.json")) if number else None) or {}
+        return read_outcome(self.number(row) if row else None)
 
 
 def set_ledger_aside(tag):

@@ -5,6 +5,7 @@ What is used of the node: the venv whose python3 is first on PATH (`. ./env.sh` 
 says what came of it, as JSON: {"outcome": …}; {"unfit": why} where this node can't do it; {"busy": why} where it can't now.
 """
 
+import codecs
 import hashlib
 import json
 import os
@@ -38,6 +39,7 @@ class Echo(Log):
     def __init__(self, path, limit):
         super().__init__(path, limit)
         self.path, self.total, self.room = path, 0, self.limit // 2
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, chunk):
         super().write(chunk)
@@ -46,7 +48,7 @@ class Echo(Log):
         self.room -= len(chunk)
 
     def show(self, chunk):
-        sys.stdout.buffer.write(chunk)
+        sys.stdout.buffer.write(self.decoder.decode(chunk).encode())  # Ray gives nothing of a log in which one byte is not UTF-8
         sys.stdout.flush()
 
     def end(self):
@@ -64,6 +66,7 @@ def move_in(turn):
     """Into a copy of the files that is this run's alone, with the node's venv; for a GPU always the same path, for compilers' caches."""
     if sys.prefix == sys.base_prefix:
         return answer(unfit=f"{sys.executable} is in no virtual environment: `. ./env.sh` before `ray start`")
+    os.environ.pop("AUTORESEARCH_TIME_BUDGET", None)  # the series', never the node's own
     os.environ.update(turn["environment"])
     os.environ["AUTORESEARCH_CACHE"] = cache_folder()
     try:
@@ -132,7 +135,10 @@ def main():
     turn = json.loads(os.environ["AUTORESEARCH_TURN"])
     LIMITS.update(turn["limits"])
     if len(sys.argv) == 1:
-        return move_in(turn)
+        try:
+            return move_in(turn)
+        except (OSError, shutil.Error) as e:  # a full disk, a cache that can't be written
+            return answer(unfit=f"{e}"[:300])
     try:
         return run_here(turn, int(sys.argv[1]))
     finally:

@@ -48,7 +48,7 @@ def git_bytes(*arguments, data=None, env=None, check=True, cwd=ROOT):
         return done.stdout
     if not check:
         return None
-    lines = done.stderr.decode("utf-8", "replace").strip().splitlines() or [f"exit code {done.returncode}"]
+    lines = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()] or [f"exit code {done.returncode}"]
     disk = any(re.search("No space left|quota exceeded|Out of diskspace", line) for line in lines)
     said = next((line for line in lines if not line.startswith(("warning:", "hint:"))), lines[0])
     raise Refusal(f"git {arguments[0]}: {said}", ENVIRONMENT if disk else REFUSED)

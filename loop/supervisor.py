@@ -19,9 +19,9 @@ def run(turn, gpu):
     """Run one experiment on this machine. Returns (state, reason), and more of its outcome."""
     number = turn["number"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | {"AUTORESEARCH_CACHE": cache_folder()}
-    if turn["kind"] == "baseline":  # the one run before which something may be missing: run.sh sets it up; --help then ends train.py
+    if turn["kind"] == "baseline":  # the one run before which something may be missing: run.sh sets it up
         log, reader = Log(run_file(number, "run.log"), LIMITS["log"]), Reader(LIMITS["setup"])
-        command, started = ["./run.sh", "--help"], run_file(number, "process.json")
+        command, started = ["./run.sh", "--setup"], run_file(number, "process.json")
         code, why, left = follow(command, ROOT, environment, turn["token"], log, reader, gpu, started)
         if code != 0 or why:
             return why if why and why[0] == "stopped" else ("environment", reader.fault or f"setting up failed: {last_words(number)}"), {}
@@ -55,8 +55,16 @@ def supervise(number, alive, gpu):
     """
     turn = read_turn(number)
     LIBC.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what the run leaves behind becomes ours, and is ended
+
+    def told(which, frame):
+        if turn["on"] and not os.path.exists(run_file(number, "stop")):  # this machine is shut down: the job goes on, as after SIGKILL
+            os._exit(1)
+        interrupted.append(interrupted_by(which))
+
     for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(kind, lambda which, frame: interrupted.append(interrupted_by(which)))
+        signal.signal(kind, told)
+    if os.path.exists(run_file(number, "stop")):  # told before there was anybody to tell
+        interrupted.append("it was told to stop")
     try:
         (state, reason), facts = cluster.run(turn, asked(turn)) if turn["on"] else run(turn, gpu)
     except Refusal as e:
@@ -73,8 +81,8 @@ def supervise(number, alive, gpu):
         if not os.path.exists(run_file(number, "verdict.json")):
             recover()
         goes_on = turn["remaining"] and state == "valid" and not stop_requested()
-        if goes_on and last_local()["number"] == number and current_tag() == turn["tag"]:
-            start_noise(Series(turn["tag"]), turn["remaining"])
+        if goes_on and (last_local() or turn)["number"] == number and current_tag() == turn["tag"]:
+            start_noise(Series(turn["tag"]), turn["remaining"], before=turn)
     draw()
 
 

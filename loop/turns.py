@@ -32,7 +32,7 @@ from .files import (
     write_file,
     write_json,
 )
-from .ledger import Series, repair_ledger
+from .ledger import Series, repair_ledger, score
 from .processes import boot_id, cache_folder, check_disk, end_processes, gpu_name, is_supervised, lock_file, unkillable
 from .proposal import changed_names, check_program, digest_of, parse
 from .repository import (
@@ -68,6 +68,12 @@ def program_of(commit):
     return resolve(f"{commit}:train.py")
 
 
+def score_of(series, commit):
+    """val_bpb of the best that `commit` has the train.py of; None where there is none."""
+    kept = (row for row in reversed(series.rows) if row["status"] == "keep" and score(row))
+    return next((score(row) for row in kept if program_of(row["commit"]) == program_of(commit)), None)
+
+
 def base_reference(tag):
     """What the working train.py was edited from, where something was kept since; absent otherwise."""
     return f"refs/autoresearch-base/{tag}"
@@ -91,40 +97,44 @@ def keep(turn):
             break
     else:
         raise Refusal(f"git can't move the branch {name} to {new[:10]}, the keep of run {turn['number']}: see what git status says")
+    base = base_reference(turn["tag"])
     if current_tag() == turn["tag"]:
         set_index(program_of(parent), program_of(commit))
-        if turn["on"]:
-            follow_best(turn)
+        if follow_best(turn, ROOT):
+            git("update-ref", "-d", base)
+        elif not resolve(base):
+            git("update-ref", base, parent)
     folder = os.path.dirname(turn["file"] or "")
-    if folder not in ("", ROOT) and git("rev-parse", "HEAD", cwd=folder, check=False) == parent:  # a worktree on no branch goes with it
+    # The worktree that it was tried in goes with it, where that is on no branch and still where it was.
+    at = None if folder in ("", ROOT) else git("rev-parse", "HEAD", cwd=folder, check=False)
+    if at == parent and git("symbolic-ref", "--quiet", "HEAD", cwd=folder, check=False) is None and follow_best(turn, folder):
         git("update-ref", "--no-deref", "HEAD", commit, parent, cwd=folder)
         set_index(program_of(parent), program_of(commit), cwd=folder)
     return None
 
 
-def follow_best(turn):
-    """A keep from elsewhere into the main checkout's train.py, unless that is being edited: then what it is edited from is noted down."""
-    path, base = os.path.join(ROOT, "train.py"), base_reference(turn["tag"])
-    here = read_bytes(path)
+def follow_best(turn, folder):
+    """Bring a keep into a checkout's train.py. False, and left alone, where that is neither the keep nor what it began from."""
+    path = os.path.join(folder, "train.py")
+    here, kept = read_bytes(path), git_file(turn["commit"])
     if here == git_file(turn["parent"]):
-        write_file(path, git_file(turn["commit"]), os.stat(path).st_mode & 0o777)
-    elif here != git_file(turn["commit"]):
-        if not resolve(base):
-            git("update-ref", base, turn["parent"])
-        return
-    git("update-ref", "-d", base)
+        write_file(path, kept, os.stat(path).st_mode & 0o777)
+    return here in (git_file(turn["parent"]), kept)
 
 
 def give_back(turn):
-    """What was edited into the file that was tried, if that is still there. Returns whether it is there now."""
+    """train.py of the checkout's HEAD into the file that was tried, if that is still as it was tried. Returns whether it is there now."""
     path = turn["file"]
     if path is None or read_bytes(path) != read_bytes(run_file(turn["number"], "train.py")):
         return False
-    if os.path.dirname(path) == ROOT and current_tag() != turn["tag"]:
+    folder = os.path.dirname(path)
+    if folder == ROOT and current_tag() != turn["tag"]:
         return False
-    write_file(path, git_file(turn["parent"]), os.stat(path).st_mode & 0o777)
-    if os.path.dirname(path) == ROOT:
-        set_index(program_of(turn["commit"]), program_of(turn["parent"]))
+    head = git("rev-parse", "HEAD", cwd=folder)
+    write_file(path, git_file(head), os.stat(path).st_mode & 0o777)
+    set_index(program_of(turn["commit"]), program_of(head), cwd=folder)
+    if folder == ROOT:
+        git("update-ref", "-d", base_reference(turn["tag"]))
     return True
 
 
@@ -143,11 +153,16 @@ def patched(commit, patch):
     with tempfile.TemporaryDirectory(prefix="new-", dir=RUNS) as folder:
         index = {"GIT_INDEX_FILE": os.path.join(folder, "index")}
         git("read-tree", commit, env=index)
-        git("apply", "--cached", "--recount", "-", data=patch, env=index)
+        patch = patch if patch.endswith(b"\n") else patch + b"\n"
+        if git("apply", "--cached", "-", data=patch, env=index, check=False) is None:  # written by hand, with counts that are not right?
+            git("apply", "--cached", "--recount", "-", data=patch, env=index)
         names = git("diff", "--cached", "--name-only", commit, env=index).splitlines()
         if names != ["train.py"]:
             raise Refusal(f"it changes {', '.join(names[:3]) or 'nothing'}: only train.py may differ")
-        return git_bytes("cat-file", "blob", ":train.py", env=index)
+        content = git_bytes("cat-file", "blob", ":train.py", env=index, check=False)
+        if content is None:
+            raise Refusal("it removes train.py")
+        return content
 
 
 def merged(base, ours, theirs):
@@ -160,13 +175,13 @@ def merged(base, ours, theirs):
         return git_bytes("merge-file", "-p", "--quiet", *paths, check=False)
 
 
-def try_again(turn, outcome):
+def try_again(turn):
     """Run a candidate's change on the best of now. Returns (a line for the verdict, the number of that run or None).
 
     A candidate is not kept itself: the branch is a line of changes of which each was measured on all before it, and it lacks some.
     """
     for line in tried():
-        if line.get("again") == turn["number"]:  # done already
+        if line.get("again") == turn["number"] and (read_turn(line["number"]) or {}).get("again") == turn["number"]:  # done already
             return f"its change runs again on the best: run {line['number']}", line["number"]
     series = Series(turn["tag"])
     why = f"it began from an older best; to try it as it is: cp runs/{turn['number']}/train.py train.py"
@@ -180,7 +195,7 @@ def try_again(turn, outcome):
     source = merged(git_file(turn["parent"]), git_file(head), git_file(turn["commit"]))
     if source is None:
         return f"{why}, or merge it by hand: its change conflicts with the best", None
-    description = turn["description"].partition("again: ")[2] or turn["description"]
+    description = turn["description"].removeprefix("again: ")
     try:
         check_program(parse(source), parse(git_file(head)), head)
         check_untried(series, digest_of(parse(source)), git_file(head))
@@ -233,7 +248,7 @@ def finish(turn):
             if turn["on"] is None:
                 notes.append(f"train.py is the best's again{mend}" if back else "train.py was edited meanwhile and is left as it is")
         if status == "candidate":
-            note, following = try_again(turn, outcome)
+            note, following = try_again(turn)
             notes.append(note)
     if turn["on"] is None:
         remove_tree()
@@ -288,9 +303,10 @@ def revive(turn):
     if len(read_bytes(path) or b"") >= 5:
         return False
     append_line(path, ".")
-    alive = lock_file(run_file(turn["number"], "alive"))
+    git("update-ref", reference_of(turn), turn["commit"])
+    alive = lock_file(run_file(turn["number"], "alive"), wait=1)  # whoever asks whether one lives holds it for a moment
     if alive is None:
-        return False
+        return True
     detach(turn["number"], alive, -1)
     os.close(alive)
     return True
@@ -309,7 +325,7 @@ def cut_short(turn):
     started = read_json(run_file(number, "process.json"))
     leader = started if started and started["boot"] == boot_id() else None
     left = end_processes(turn["token"], leader, LIMITS["grace"])
-    reason = "its supervisor was killed" if started else "it was killed before it started"
+    reason = "its supervisor was killed" if started or turn["on"] else "it was killed before it started"
     outcome = end_state("environment", unkillable(left)) if left else end_state("stopped", reason)
     print(f"run {number} was cut short: {outcome['reason']}")
     return outcome
@@ -377,7 +393,7 @@ def start_turn(series, kind, description, commit, parent, source, seed, **more):
                 short=git("rev-parse", "--short=7", commit), token=os.urandom(8).hex(), started=now_text(),
                 ledger=os.path.getsize(LEDGER) if os.path.exists(LEDGER) else 0,
                 margin=0.0, simpler=False, prune=False, remaining=0, file=None, on=None, cores=None, again=None, times=0)  # fmt: skip
-    turn |= standing(series) | more
+    turn |= standing(series) | {"began": score_of(series, parent) if kind == "try" else None} | more
     about = {key: turn.get(key) for key in ("number", "tag", "kind", "seed", "digest", "changed", "again")} | {"commit": turn["short"]}
     append_line(os.path.join(RUNS, "tried.jsonl"), json.dumps(about) + "\n")
     folder = os.path.join(RUNS, "new")  # becomes runs/N when it is complete
@@ -479,12 +495,16 @@ def starting_point(tag, head, source):
         if git("merge-base", "--is-ancestor", base, head, check=False) is None or others:
             raise Refusal(f"{HERE} is not on the series: git -C {shlex.quote(HERE)} checkout --detach {branch_of(tag)}")
         check_files(cwd=HERE)
-    # Whoever has meanwhile taken the best, or brought its changes in by hand, has edited the best.
-    if distance(git_file(base), source) < distance(git_file(head), source):
-        return base
-    if HERE == ROOT:
+    # Whoever has meanwhile taken a newer best, or brought its changes in by hand, has edited that.
+    bests = [*git("rev-list", "--first-parent", f"{base}..{head}").split(), base]
+    away = [distance(git_file(commit), source) for commit in bests]
+    start, *older = (commit for commit, lines in zip(bests, away) if lines == min(away))
+    for commit in older:  # of equals the oldest whose edit merges with what was kept since: so that is not dropped
+        if git_file(commit) != git_file(start) and merged(git_file(commit), git_file(head), source) is not None:
+            start = commit
+    if HERE == ROOT and start == head:
         git("update-ref", "-d", base_reference(tag))
-    return head
+    return start
 
 
 def distance(old, new):
@@ -493,10 +513,12 @@ def distance(old, new):
     return sum(line[:1] in "+-" for line in difflib.unified_diff(*lines, n=0))
 
 
-def start_noise(series, count, **more):
-    """Start one repeat of the best with a seed that it has not had, and `count` - 1 after it. Returns its number."""
-    best = series.best["commit"]
+def start_noise(series, count, before=None, **more):
+    """Start one repeat of the best with a seed that it has not had, and `count` - 1 after it. Returns its number.
+
+    before: the turn whose repeats these go on with; they are of its commit, also where another was kept meanwhile.
+    """
+    best, commit = (before["short"], before["commit"]) if before else (series.best["commit"], best_commit(series))
     used = {series.seed} | {line["seed"] for line in series.tried if line["commit"] == best}
     seed = next(seed for seed in itertools.count(42) if seed not in used)
-    commit = best_commit(series)
     return start_turn(series, "noise", f"noise: seed {seed} of {best}", commit, commit, git_file(commit), seed, remaining=count - 1, **more)

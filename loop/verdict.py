@@ -2,9 +2,8 @@
 
 import contextlib
 
-from .files import CRASHED, ENVIRONMENT, STOPPED, log_tail, read_json, run_file
+from .files import CRASHED, ENVIRONMENT, STOPPED, log_tail, read_outcome
 from .ledger import Series
-from .processes import has_gpu
 
 
 def verdict(turn, outcome):
@@ -74,7 +73,7 @@ def speed(summary, before):
 def load(outcome):
     """The share of the CPU that other programs took from a run without a GPU; 0 where the run was too short to tell."""
     total = (outcome.get("seconds") or {}).get("total") or 0
-    return (outcome.get("other_cpu") or 0.0) if not has_gpu() and total > 5 else 0.0
+    return (outcome.get("other_cpu") or 0.0) if outcome.get("device") == "CPU" and total > 5 else 0.0
 
 
 def not_comparable(difference, outcome, base):
@@ -113,7 +112,7 @@ def verdict_lines(turn, outcome, status, notes):
         return [line[:240] for line in [*lines, *notes, f"log: {folder}/run.log"]], CRASHED if status == "crash" else 0
     series = Series(turn["tag"])
     value = summary["val_bpb"]
-    base = (read_json(run_file(turn["base"], "outcome.json")) if turn["base"] else None) or {}
+    base = read_outcome(turn["base"])
     before = base.get("summary") or {}
     lines = [f"{'noise' if turn['kind'] == 'noise' else status} run {number} {turn['short']}: {turn['description']}"]
     if turn["kind"] == "noise" and series.noise:
@@ -127,7 +126,7 @@ def verdict_lines(turn, outcome, status, notes):
         best = before.get("val_bpb", turn["bar"])
         weight = weight_of(value - best, turn["floor"], outcome, base)
         lines.append(f"val_bpb {value:.6f}, {compared(round(value - best, 6))} the best {best:.6f}{weight}")
-        lines += filter(None, ["; ".join(conditions(turn, best))])
+        lines += filter(None, ["; ".join(conditions(turn, best, value))])
     steps = number_text(summary.get("num_steps")) + (f" (best {number_text(before.get('num_steps'))})" if before else "")
     took = outcome["seconds"]
     mfu = f"MFU {summary['mfu_percent']} %, " if isinstance(summary.get("mfu_percent"), float) else ""
@@ -143,9 +142,11 @@ def verdict_lines(turn, outcome, status, notes):
 UNEVEN = "the speed of these runs differs by {:.0f} %, so their floor is the machine's load, not seeds: measure it again when it is quiet"
 
 
-def conditions(turn, best):
+def conditions(turn, best, value):
     """What else decided a verdict, in words: the bar where it is not the best's number, the options that were given; the best's mean."""
-    bar, mean = turn["bar"], turn.get("mean")
+    bar, mean, began = turn["bar"], turn.get("mean"), turn.get("began")
+    if turn["outdated"] and began and bar <= value < began:
+        yield f"better by {began - value:.6f} than what it began from: it may add to the best of now, try it on that"
     if mean:
         yield f"the best's {mean[1]} runs: mean {mean[0]:.6f}"
     if bar < best:

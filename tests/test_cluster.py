@@ -132,7 +132,7 @@ def test_stop_ends_the_job_and_nothing_is_recorded(nodes, series):
     before = series.rows
     source = series.edit(SECONDS=60.0)
     output = series.call("try", "long", "--on", nodes.address, "--wait", 0, code=75)
-    assert "train.py is as it was before the edit" in output and series.is_clean()
+    assert "train.py is as git has it" in output and series.is_clean()
     number = max(int(name) for name in os.listdir(series.folder / "runs") if name.isdecimal())
     assert (series.folder / f"runs/{number}/train.py").read_text() == source
     wait_until(lambda: is_running(series, number))
@@ -198,6 +198,20 @@ def test_what_is_refused(nodes, series, tmp_path):
     assert sorted(os.listdir(series.folder / "runs")) == before and series.train.read_text() == best
 
 
+def test_local_starts_ray(tmp_path):
+    """As somebody with one machine calls it, who has no token yet."""
+    local = Nodes(tmp_path)
+    checkout = Checkout(tmp_path / "a project", {"HOME": str(tmp_path), "NODE": f"{local.mark}-0"}).make()
+    use_this_venv(checkout)
+    try:
+        output = checkout.call("begin", "nov29", "--on", "local", "--cores", 1, "--wait", 55, limit=120)
+        assert output.startswith("started Ray on this machine, ") and "keep run 1" in output
+        assert len((tmp_path / ".ray/auth_token").read_text()) >= 32
+        assert "wants its token" in checkout.call("noise", 1, "--on", "local", code=3, HOME="/nonexistent")
+    finally:
+        local.end()
+
+
 def test_demonstration_outlives_a_lost_node(nodes, demo, tmp_path):
     """The project itself: its baseline and two tries at once, one of whose nodes loses its power; it is trained again elsewhere."""
     client = Checkout(tmp_path / "clone", {"RAY_AUTH_TOKEN": TOKEN, "AUTORESEARCH_TIME_BUDGET": "1"})
@@ -243,6 +257,7 @@ def test_what_crosses_the_network_is_small(tmp_path):
     names = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
     assert {"run.sh", "env.sh", "train.py", "prepare.py", "doctor.py", "pyproject.toml", "kernels/attention.py", "loop/node.py"} <= names
     assert not any(name.startswith(("docs/", "tests/", "sample/", "benchmarks/")) for name in names)
+    assert ".gitignore" not in names, "Ray would leave out what it names, also where that is in the commit"
     assert sum(len(zlib.compress((tmp_path / name).read_bytes())) for name in names) < 300_000
 
 
@@ -261,7 +276,7 @@ def test_address(text, address):
     assert cluster.address_of(text) == address
 
 
-@pytest.mark.parametrize("text", ["ray://10.0.0.5:10001", "10.0.0.5:6379", "10.0.0.5:port", ""])
+@pytest.mark.parametrize("text", ["ray://10.0.0.5:10001", "10.0.0.5:6379", "10.0.0.5:port", "", "me:secret@10.0.0.5", "10.0.0.5 10.0.0.6"])
 def test_address_that_is_none(text):
     with pytest.raises(files.Refusal, match="use `local`, or the address"):
         cluster.address_of(text)

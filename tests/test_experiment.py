@@ -129,11 +129,16 @@ def test_what_began_from_an_older_best_is_a_candidate(series):
     assert "began from an older best; to try it as it is: cp runs/3/train.py train.py" in output and len(output.splitlines()) <= 12
     assert series.rows[2][1:] == ["1.700000", "0.5", "discard", "candidate: better, without the first"]
     assert series.run_json(3)["parent"] == series.run_json(1)["commit"] and series.best_value() == 2.0
+    third = helper(series, "third", "HEAD~")
+    third.edit(VALUE=1.95)
+    output = third.call("try", "better than what it began from")
+    assert output.startswith("discard run 4") and "than the best 1.900000" in output
+    assert "better by 0.050000 than what it began from: it may add to the best of now" in output
     (series.folder / "train.py").write_text((series.folder / "runs/3/train.py").read_text())
-    assert series.call("try", "as it is").startswith("keep run 4") and series.best_value() == 1.7 and series.git("status", "--short") == ""
+    assert series.call("try", "as it is").startswith("keep run 5") and series.best_value() == 1.7 and series.git("status", "--short") == ""
     other.train.write_text(series.train.read_text())  # it has what was kept since, so it is the best's edit
     other.edit(VALUE=1.6)
-    assert other.call("try", "on the best").startswith("keep run 5") and series.best_value() == 1.6
+    assert other.call("try", "on the best").startswith("keep run 6") and series.best_value() == 1.6
 
 
 def test_a_worktree_elsewhere_is_refused(series):
@@ -684,6 +689,38 @@ def test_many_experiments(series):
     assert sorted(os.listdir(series.folder / "worktrees")) == []
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seconds": "700"},
+        {"seconds": {"total": "700"}},
+        {"summary": []},
+        {"losses": 3},
+        {"losses": [[0.1]]},
+        {"device": 1},
+        {"seconds": None},
+    ],
+)
+def test_outcome_that_was_edited_is_not_used(shared, changes):
+    path = shared.folder / "runs/1/outcome.json"
+    right = path.read_text()
+    path.write_text(json.dumps(json.loads(right) | changes))
+    try:
+        assert "best:" in shared.call("status") and json.loads(shared.call("status", "--json"))["tag"] == "nov29"
+    finally:
+        path.write_text(right)
+
+
+def test_ledger_in_utf_16_is_refused(shared):
+    ledger = shared.folder / "results.tsv"
+    right = ledger.read_bytes()
+    ledger.write_bytes(right.decode().encode("utf-16"))
+    try:
+        assert "results.tsv is not in UTF-8" in shared.call("status", code=2)
+    finally:
+        ledger.write_bytes(right)
+
+
 def test_patches_of_files(series, tmp_path):
     """A patch with a line of text or none, and what `git format-patch` writes; each applied to the best's train.py."""
     for value in (1.8, 1.7):
@@ -693,6 +730,11 @@ def test_patches_of_files(series, tmp_path):
     diff = series.git("diff", "HEAD~2", "HEAD~", "--", "train.py") + "\n"
     (tmp_path / "with text.patch").write_text("\nlower\n\nbecause\n" + diff)
     (tmp_path / "bare.patch").write_text(diff)
+    (tmp_path / "no end.patch").write_text(diff.rstrip("\n"))
+    (tmp_path / "blank lines.patch").write_text(f"\ufeff{diff}\n\n")
+    (tmp_path / "counts.patch").write_text(re.sub(r"@@ -(\d+),\d+ \+(\d+),\d+ @@", r"@@ -\1,9 +\2,9 @@", diff))
+    encoded = "From 0123456789012345678901234567890123456789 Mon\nSubject: [PATCH] =?UTF-8?q?gr=C3=B6=C3=9Fer?=\n\n"
+    (tmp_path / "encoded.mbox").write_text(f"{encoded}{diff} \n-- \n2.39.2\n\n")  # with the blank line that ends the diff
     series.git("reset", "--quiet", "--hard", "HEAD~2")
     script = """
 import json, sys
@@ -707,14 +749,16 @@ for path, description, patch in found:
         texts.append([description, str(e)])
 print(json.dumps(texts))
 """
-    paths = [tmp_path / name for name in ("two.mbox", "with text.patch", "bare.patch")]
+    names = ("no end.patch", "blank lines.patch", "counts.patch")
+    paths = [tmp_path / name for name in ("two.mbox", "with text.patch", "bare.patch", *names, "encoded.mbox")]
     done = subprocess.run([sys.executable, "-c", script, *map(str, paths)], cwd=series.folder, env=series.environment, check=True,
                           capture_output=True, text=True)  # fmt: skip
     first, second, *others = json.loads(done.stdout)
     end = "a subject so long that git format-patch breaks it into two lines, which are one again here"
     assert [" ".join(first[0].split()), first[1]] == [f"Try 1.8, {end}", ["VALUE = 1.8"]]
     assert second[0].startswith("Try 1.7") and "patch failed: train.py" in second[1], "it is on top of the first"
-    assert others == [["lower", ["VALUE = 1.8"]], ["bare", ["VALUE = 1.8"]]]
+    descriptions = ["lower", "bare", *(name.removesuffix(".patch") for name in names), "größer"]
+    assert others == [[description, ["VALUE = 1.8"]] for description in descriptions]
 
 
 # ---- pure functions ------------------------------------------------------------------------------------------------------------

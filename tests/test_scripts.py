@@ -335,14 +335,25 @@ def test_exit_code_is_trains(ready, env, code):
 
 
 def test_help_says_first_what_run_sh_is(ready, env):
-    """Then what train.py takes, after setting up as for a run: experiment.py sets up so. The heading of the file is the help."""
+    """Then, where it is set up, what train.py takes. The heading of the file is the help."""
     for option in ("--help", "-h"):
         result = run(ready, env, option)
         first, rest = result.stdout.split("\n\ntrain ")
-        assert rest.startswith(f"['{option}'] ") and result.returncode == 0, result.stderr
+        assert rest.startswith("['--help'] ") and result.returncode == 0, result.stderr
         assert first.startswith("One experiment: sets up what is missing") and "\n#" not in first and "set -e" not in first
-        assert all(f"\n  ./run.sh {name} " in first for name in ("--keep", "--doctor", "--help")) and "\nExit codes: " in first
+        assert all(f"\n  ./run.sh {name} " in first for name in ("--keep", "--doctor", "--setup", "--help")) and "\nExit codes: " in first
     assert "One experiment" not in run(ready, env, "--keep", "--help").stdout
+
+
+def test_help_needs_nothing(tmp_path, env):
+    project = copy_scripts(tmp_path / "new")
+    result = run(project, env, "--help")
+    assert result.returncode == 0 and "--setup" in result.stdout and not (project / "venv").exists()
+
+
+def test_setup_prepares_and_does_not_train(ready, env):
+    result = run(ready, env | {"TRAIN_CODE": "7"}, "--setup")
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr
 
 
 def test_changed_dependencies_are_installed(ready, env, wheels):
