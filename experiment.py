@@ -368,7 +368,7 @@ def command_show(arguments):
         raise Refusal(f"there is no run {number}: runs go from 1 to {last_number()}" if last_number() else "nothing has been run yet")
     outcome, said = read_json(run_file(number, "outcome.json")) or {}, read_json(run_file(number, "verdict.json"))
     print("\n".join(said["lines"] if said else [f"run {number} is running ({progress_of(number)}): {turn['description']}"]))
-    node = f", on {outcome['node']}" if outcome.get("node") else ""
+    node = f", {cluster.where(number)}" if outcome.get("node") else ""
     print(f"{turn['kind']}, commit {turn['commit'][:10]} on {turn['parent'][:10]}, seed {turn['seed']}, started {turn['started']}{node}")
     if outcome.get("summary"):
         print("summary: " + ", ".join(f"{key} {value}" for key, value in outcome["summary"].items() if key != "run")[:1000])

@@ -57,7 +57,7 @@ def wait(checkout):
 def hourly(workers, seconds, rounds):
     """Experiments an hour of `workers` nodes with one core each, with enough of them for `rounds` on each."""
     folder = Path(tempfile.mkdtemp(prefix="cluster-"))
-    nodes = Nodes(folder, network=workers)
+    nodes = Nodes(folder)
     try:
         for n in range(workers):
             nodes.start(n)
@@ -103,7 +103,7 @@ def supervisors(checkout):
 def many(machines, seconds):
     """One round of `machines` runs at once; prints what it costs the head and the client."""
     folder = Path(tempfile.mkdtemp(prefix="cluster-"))
-    nodes = Nodes(folder, network=9)
+    nodes = Nodes(folder)
     try:
         nodes.start(0, cores=machines)
         checkout = client(folder, nodes, 1)

@@ -131,7 +131,7 @@ def start_local():
         subprocess.run([*ray, "get-auth-token", "--generate"], **quiet)
     search = f"{os.path.dirname(python)}{os.pathsep}{os.environ.get('PATH', '')}"
     environment = os.environ | {"PATH": search, "RAY_USAGE_STATS_ENABLED": "0"} | secret()
-    place = ["--head", "--disable-usage-stats", f"--num-gpus={count}", "--dashboard-host=127.0.0.1", f"--dashboard-port={PORT}"]
+    place = ["--head", "--port=0", "--disable-usage-stats", f"--num-gpus={count}", "--dashboard-host=127.0.0.1", f"--dashboard-port={PORT}"]
     done = subprocess.run([*ray, "start", *place], env=environment, **quiet)
     until = time.monotonic() + 60
     while True:
@@ -140,10 +140,11 @@ def start_local():
             break
         except (Unreachable, Unknown):
             if done.returncode or time.monotonic() > until:
-                last = ((done.stderr + done.stdout).strip().splitlines() or ["no output"])[-1]
-                raise Refusal(f"`ray start --head` failed: {last[:200]}", ENVIRONMENT) from None
+                said = [" ".join(line.split()) for line in (done.stderr + done.stdout).splitlines() if line.strip()] or ["no output"]
+                why = next((line for line in said if "Error" in line), said[-1])
+                raise Refusal(f"`ray start --head` failed: {why[:200]}", ENVIRONMENT) from None
             time.sleep(0.5)
-    print(f"started Ray on this machine, {count} GPU{'s' * (count != 1)}; venv/bin/ray stop ends it")
+    print(f"started Ray on this machine, {counted(count, 'GPU')}; venv/bin/ray stop ends it")
 
 
 def venv_without_spaces():
@@ -174,12 +175,17 @@ def nodes(address, timeout=20):
         raise Unreachable(f"Ray at {address} lists its nodes in another way than expected: is its version another?") from None
 
 
+def counted(number, noun):
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def say_if_none_could(address, cores):
     """One line where no node has what a run declares: it will wait, for one that is started or for nothing."""
     with contextlib.suppress(Unreachable, Unknown):
         if not any(could(node, cores) for node in nodes(address)):
-            what = f"{cores} cores" if cores else "a GPU (Ray counts those that `ray start --num-gpus` says; without any: --cores)"
-            print(f"no node at {address} has {what} now: runs wait in its queue, at most {seconds_text(LIMITS['queue'])}")
+            what = counted(cores, "core") if cores else "a GPU"
+            mend = "" if cores else " (`ray start --num-gpus` says how many there are; `--cores N` is for nodes without)"
+            print(f"no node at {address} has {what} now: the run waits for one, at most {seconds_text(LIMITS['queue'])}{mend}")
 
 
 def could(node, cores):
@@ -429,8 +435,9 @@ def lines(about):
     busy = [f"{node['address']} run {', '.join(map(str, node['runs']))}" for node in found if node["runs"]]
     free = [node["address"] for node in found if not node["runs"]]
     more = {word: f"; and {len(some) - 12} more" if len(some) > 12 else "" for word, some in (("busy", busy), ("free", free))}
+    total = ", ".join((counted(len(found), "node"), counted(gpus, "GPU"), counted(cores, "core")))
     return [
-        f"cluster {about['address']}: {len(found)} nodes, {gpus} GPUs, {cores} cores; queued: {len(about['queued'])}",
+        f"cluster {about['address']}: {total}; queued: {len(about['queued'])}",
         *[f"  at work: {'; '.join(busy[:12])}{more['busy']}"] * bool(busy),
         *[f"  idle: {'; '.join(free[:12])}{more['free']}"] * bool(free),
     ]

@@ -96,7 +96,12 @@ def verdict_lines(turn, outcome, status, notes):
     if outcome.get("model"):
         notes = [*notes, f"trained, not evaluated: the model is in {outcome['model']} (train.py --evaluate)"]
     if status is None:
-        again = "train.py is as it was: try it again" if turn["kind"] == "try" else f"run it again: {turn['kind']}"
+        if turn["kind"] != "try":
+            again = "run it again: " + (f"begin {turn['tag']}" if turn["kind"] == "baseline" else turn["kind"])
+        elif turn.get("on"):  # the working train.py was given back when it started
+            again = f"to try it again: cp {folder}/train.py train.py"
+        else:
+            again = "train.py is as it was: try it again"
         if state == "stopped":
             return [f"STOPPED run {number}: {outcome['reason']}", f"nothing is recorded; {again}", f"log: {folder}/run.log"], STOPPED
         lines = [

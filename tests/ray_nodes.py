@@ -2,8 +2,10 @@
 
 import contextlib
 import os
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,16 +18,22 @@ from pathlib import Path
 TOKEN = uuid.uuid4().hex
 
 
+def is_free(port):
+    with socket.socket() as s:
+        return s.connect_ex(("127.0.0.1", port)) != 0
+
+
 class Nodes:
     """Nodes that are started and lost one by one. Each has its own address, cache and environment, as separate machines have.
 
-    network: the third number of the addresses, 127.0.NETWORK.x, and what keeps the ports of several clusters apart.
+    The third number of the addresses, 127.0.NETWORK.x, keeps the ports of several clusters apart: one that nobody has taken.
     """
 
-    def __init__(self, folder, network=0):
-        self.folder, self.network, self.mark = Path(folder), network, uuid.uuid4().hex
+    def __init__(self, folder):
+        self.folder, self.mark = Path(folder), uuid.uuid4().hex
+        self.network = next(n for n in random.sample(range(20, 250), 230) if all(map(is_free, (6390 + n, 8265 + n, 21001 + n))))
         self.sessions = tempfile.mkdtemp(prefix="ray-")  # short: the names of sockets in it may have 107 characters
-        self.address = f"http://{self.ip(0)}:{8265 + network}"
+        self.address = f"http://{self.ip(0)}:{8265 + self.network}"
 
     def ip(self, n):
         return f"127.0.{self.network}.{2 + n}"

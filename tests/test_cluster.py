@@ -24,9 +24,8 @@ pytestmark = pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="needs a v
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory, request):
-    worker = getattr(request.config, "workerinput", {"workerid": "gw0"})["workerid"]
-    nodes = Nodes(tmp_path_factory.mktemp("nodes"), network=int(worker[2:]))
+def nodes(tmp_path_factory):
+    nodes = Nodes(tmp_path_factory.mktemp("nodes"))
     try:
         for n in range(3):
             nodes.start(n)
@@ -136,7 +135,8 @@ def test_stop_ends_the_job_and_nothing_is_recorded(nodes, series):
     number = max(int(name) for name in os.listdir(series.folder / "runs") if name.isdecimal())
     assert (series.folder / f"runs/{number}/train.py").read_text() == source
     wait_until(lambda: is_running(series, number))
-    assert "it was told to stop" in series.call("stop", "--now", code=4)
+    output = series.call("stop", "--now", code=4)
+    assert "it was told to stop" in output and f"to try it again: cp runs/{number}/train.py train.py" in output
     series.call("stop", "--undo")
     job = f"/api/jobs/{place(series, number)['attempts'][-1]['id']}"
     os.environ["RAY_AUTH_TOKEN"] = TOKEN
@@ -174,6 +174,7 @@ def test_run_goes_on_after_the_head_was_restarted(nodes, series):
     assert series.call("wait", "--wait", 50).startswith(f"discard run {number}")
     attempts = place(series, number)["attempts"]
     assert len(attempts) == 2 and "its head was restarted" in attempts[0]["end"]
+    assert f", on {attempts[1]['node']}, attempt 2\n" in series.call("show", number)
     assert [row[4] for row in series.rows].count("outlives the cluster") == 1
 
 

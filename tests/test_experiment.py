@@ -648,7 +648,8 @@ def test_stop(series):
     assert "asked to stop" in series.call("try", "next", code=4) and len(series.rows) == 2
     series.call("stop", "--undo")
     series.call("try", "next", "--wait", 0, code=75)
-    assert "STOPPED run 3" in series.call("stop", "--now", code=4)
+    output = series.call("stop", "--now", code=4)
+    assert "STOPPED run 3" in output and "train.py is as it was: try it again" in output
     assert len(series.rows) == 2 and series.is_clean() is False and series.best_value() == 1.9
 
 

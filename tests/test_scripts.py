@@ -845,7 +845,8 @@ def test_no_compiler(project, env, tmp_path):
 
 
 def test_no_python_header(project, env):
-    (site(project) / "sitecustomize.py").write_text("import sysconfig; sysconfig.get_path = lambda *_, **__: '/nowhere'\n")
+    # A .pth file: Debian's Python has a sitecustomize of its own, which would come first.
+    (site(project) / "no_header.pth").write_text("import sysconfig; sysconfig.get_path = lambda *_, **__: '/nowhere'\n")
     machine(env, amd=[110501])
     fails_with(run(project, env), "Python.h is missing .*: .*(dev|python)")
     assert not (project / "venv/.autoresearch/torch").exists()  # before anything was downloaded
