@@ -253,7 +253,7 @@ def test_repeats_go_on_with_what_they_began_with(monkeypatch):
 
 
 def test_others_have_their_turn_while_many_are_started(series, head):
-    count = 12
+    count = 40  # enough for a slow machine to be heard meanwhile
     best, paths = series.train.read_text(), []
     for n in range(count):
         series.edit(VALUE=9.6, PARAMS=100.0 + n)
