@@ -65,7 +65,8 @@ def token():
 
 def ask(address, path, method="GET", timeout=20):
     """What the REST API answers."""
-    headers = {"Authorization": f"Bearer {token()}"} if token() else {}
+    known = token()
+    headers = {"Authorization": f"Bearer {known}"} if known else {}
     request = urllib.request.Request(f"{address}{path}", method=method, headers=headers)
     direct = [urllib.request.ProxyHandler({})] if is_near(address) else []
     try:
@@ -163,7 +164,8 @@ def venv_without_spaces():
 
 def secret():
     """What makes Ray use its token, where there is one."""
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token()} if token() else {}
+    known = token()
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": known} if known else {}
 
 
 def nodes(address, timeout=20):
@@ -241,8 +243,9 @@ def run(turn, expected):
     while True:
         attempts = place["attempts"]
         if interrupted:
-            with contextlib.suppress(Unreachable, Denied):
-                stop_job(place["address"], f"/api/jobs/{attempts[-1]['id']}") if attempts else None
+            if attempts:
+                with contextlib.suppress(Unreachable, Denied):
+                    stop_job(place["address"], f"/api/jobs/{attempts[-1]['id']}")
             return ("stopped", interrupted[0]), {}
         if not attempts or attempts[-1].get("end"):
             lost = [a["end"] for a in attempts if a.get("counts")]

@@ -38,12 +38,11 @@ class Echo(Log):
 
     def __init__(self, path, limit):
         super().__init__(path, limit)
-        self.path, self.total, self.room = path, 0, self.limit // 2
+        self.path, self.room = path, self.limit // 2  # room: how much more is shown at once
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, chunk):
         super().write(chunk)
-        self.total += len(chunk)
         self.show(chunk[: max(0, self.room)])
         self.room -= len(chunk)
 

@@ -116,10 +116,10 @@ def keep(turn):
 def follow_best(turn, folder):
     """Bring a keep into a checkout's train.py. False, and left alone, where that is neither the keep nor what it began from."""
     path = os.path.join(folder, "train.py")
-    here, kept = read_bytes(path), git_file(turn["commit"])
-    if here == git_file(turn["parent"]):
+    here, began, kept = read_bytes(path), git_file(turn["parent"]), git_file(turn["commit"])
+    if here == began:
         write_file(path, kept, os.stat(path).st_mode & 0o777)
-    return here in (git_file(turn["parent"]), kept)
+    return here in (began, kept)
 
 
 def give_back(turn):
@@ -497,10 +497,11 @@ def starting_point(tag, head, source):
         check_files(cwd=HERE)
     # Whoever has meanwhile taken a newer best, or brought its changes in by hand, has edited that.
     bests = [*git("rev-list", "--first-parent", f"{base}..{head}").split(), base]
-    away = [distance(git_file(commit), source) for commit in bests]
-    start, *older = (commit for commit, lines in zip(bests, away) if lines == min(away))
+    programs = {commit: git_file(commit) for commit in bests}
+    away = {commit: distance(program, source) for commit, program in programs.items()}
+    start, *older = (commit for commit in bests if away[commit] == min(away.values()))
     for commit in older:  # of equals the oldest whose edit merges with what was kept since: so that is not dropped
-        if git_file(commit) != git_file(start) and merged(git_file(commit), git_file(head), source) is not None:
+        if programs[commit] != programs[start] and merged(programs[commit], git_file(head), source) is not None:
             start = commit
     if HERE == ROOT and start == head:
         git("update-ref", "-d", base_reference(tag))

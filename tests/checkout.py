@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -118,3 +119,30 @@ class Checkout:
 
     def is_clean(self):
         return self.git("status", "--porcelain") == "" and len(self.git("worktree", "list").splitlines()) == 1
+
+
+def helper(series, name, start="HEAD"):
+    """A worktree on no branch, as somebody who works on the series beside the main checkout has it; as an object to edit and call."""
+    folder = series.folder.parent / name
+    series.git("worktree", "add", "--quiet", "--detach", str(folder), start)
+    return Checkout(folder, {"AUTORESEARCH_CACHE": series.environment["AUTORESEARCH_CACHE"]})
+
+
+def wait_until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+
+
+# As sitecustomize.py: KILL=role:function:event kills the caller or a supervisor where it calls, or returns from, a function of the loop.
+HOOK = """
+import os, signal, sys
+role, _, where = os.environ.get("KILL", "").partition(":")
+if any(a.endswith("experiment.py") for a in sys.orig_argv) and role == ("supervisor" if "_supervise" in sys.orig_argv else "caller"):
+    name, event = where.split(":")
+    def hook(frame, kind, argument):
+        if kind == event and frame.f_code.co_name == name and "a project" in frame.f_code.co_filename:
+            os.kill(os.getpid(), signal.SIGKILL)
+    sys.setprofile(hook)
+"""

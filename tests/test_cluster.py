@@ -1,5 +1,6 @@
 """experiment.py --on: a real Ray cluster of three nodes on this machine. What is simulated: GPUs (runs take cores), and the distance."""
 
+import functools
 import json
 import os
 import re
@@ -7,9 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import zlib
 
+import checkout
 import pytest
 from checkout import Checkout
 from conftest import PROJECT
@@ -62,11 +63,7 @@ def patch(checkout, name, **constants):
     return path
 
 
-def wait_until(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.1)
+wait_until = functools.partial(checkout.wait_until, seconds=60)  # Ray takes its time
 
 
 def wait_for_end(checkout):

@@ -10,24 +10,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
-from checkout import RUN_SH, Checkout
+from checkout import HOOK, RUN_SH, Checkout, helper, wait_until
 from conftest import PROJECT
 
 from loop import files, processes, proposal, verdict
-
-HOOK = """
-import os, signal, sys
-role, _, where = os.environ.get("KILL", "").partition(":")
-if any(a.endswith("experiment.py") for a in sys.orig_argv) and role == ("supervisor" if "_supervise" in sys.orig_argv else "caller"):
-    name, event = where.split(":")
-    def hook(frame, kind, argument):
-        if kind == event and frame.f_code.co_name == name and "a project" in frame.f_code.co_filename:
-            os.kill(os.getpid(), signal.SIGKILL)
-    sys.setprofile(hook)
-"""
 
 
 @pytest.fixture
@@ -47,13 +35,6 @@ def shared(tmp_path_factory):
     checkout = Checkout(tmp_path_factory.mktemp("shared") / "a project").make()
     checkout.call("begin", "nov29")
     return checkout
-
-
-def wait_until(condition, seconds=20):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
 
 
 def is_alive(pid):
@@ -97,13 +78,6 @@ def test_keep_moves_the_branch_and_discard_does_not(series):
     assert series.train.read_text() == best and series.git("rev-parse", "HEAD") == series.run_json(2)["commit"]
     assert series.git("show", "refs/autoresearch/nov29/3:train.py") == worse.strip(), "a discarded commit stays reachable"
     assert "-VALUE = 1.9\n+VALUE = 1.95" in (series.folder / "runs/3/change.diff").read_text()
-
-
-def helper(series, name, start="HEAD"):
-    """A worktree on no branch, as somebody who works on the series beside the main checkout has it; as an object to edit and call."""
-    folder = series.folder.parent / name
-    series.git("worktree", "add", "--quiet", "--detach", str(folder), start)
-    return Checkout(folder, {"AUTORESEARCH_CACHE": series.environment["AUTORESEARCH_CACHE"]})
 
 
 def test_a_worktree_on_no_branch_works_on_the_series(series):

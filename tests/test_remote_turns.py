@@ -16,10 +16,9 @@ import threading
 import types
 
 import pytest
-from checkout import Checkout
+from checkout import HOOK, Checkout, helper, wait_until
 from conftest import PROJECT
 from head import Head
-from test_experiment import HOOK, helper, wait_until
 
 from loop import cluster, files, node, repository, turns, verdict
 from loop.processes import processes
