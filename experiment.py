@@ -89,10 +89,10 @@ def command_begin(arguments):
     seed = os.environ.get("AUTORESEARCH_SEED") or "42"
     if not seed.isdecimal() or int(seed) >= 2**63:
         raise Refusal(f"AUTORESEARCH_SEED={seed!r} is no seed; use a whole number, such as 42")
+    place = place_of(arguments)
     with state_lock():
         if running := recover():
             raise Refusal(f"run {running[0]['number']} is still running: wait for it")
-        place = place_of(arguments)
         if not os.path.exists(TRAIN):
             raise Refusal("there is no train.py here")
         head = resolve("HEAD")
@@ -136,6 +136,15 @@ def command_begin(arguments):
     return wait_for(arguments.wait)
 
 
+def place_in_series(arguments):
+    """`place_of` a run of the series that is checked out. Not with the state lock, which others need: a cluster may take a minute."""
+    series = None
+    if arguments.on is not None:
+        with state_lock():
+            series, _ = ready_series(arguments.on)
+    return place_of(arguments, series)
+
+
 def place_of(arguments, series=None):
     """What a turn holds of where it runs: on, the cluster's address or None for this machine; cores, where a run there takes no GPU."""
     if arguments.on is None:
@@ -171,9 +180,9 @@ def command_try(arguments):
         raise Refusal(f"--margin {arguments.margin}: use a number of noise floors, such as 1")
     patches = [patch for path in arguments.patches or () for patch in read_patches(path)]
     description = None if patches else clean(arguments.description)
+    place = place_in_series(arguments)
     with state_lock():
         series, head = ready_series(arguments.on)
-        place = place_of(arguments, series)
         if arguments.margin and not series.noise:
             raise Refusal("--margin is in noise floors, and the noise is not measured yet: experiment.py noise 3")
         how = place | {"margin": arguments.margin, "simpler": arguments.simpler, "prune": arguments.prune}
@@ -244,9 +253,9 @@ def decoded(subject):
 def command_noise(arguments):
     if not 1 <= arguments.count <= 100:
         raise Refusal(f"noise {arguments.count}: use 1 to 100 repeats")
+    place = place_in_series(arguments)
     with state_lock():
         series, _ = ready_series(arguments.on)
-        place = place_of(arguments, series)
         if place["on"]:  # all at once
             numbers = [start_noise(Series(series.tag), 1, **place) for _ in range(arguments.count)]
         else:

@@ -22,7 +22,8 @@ import urllib.error
 import urllib.parse
 import urllib.request
 
-from .files import ENVIRONMENT, LIMITS, ROOT, RUNS, Refusal, now_text, read_bytes, read_json, run_file, seconds_text, write_file, write_json
+from .files import ENVIRONMENT, LIMITS, ROOT, Refusal, now_text, read_bytes, read_json, run_file, seconds_text, write_file, write_json
+from .ledger import settings_of
 from .node import ANSWER
 from .processes import cache_folder
 from .repository import git_bytes
@@ -304,7 +305,7 @@ def candidates(place, cores):
 
 def job_of(turn, expected, place, attempt, folder):
     """What is sent: see loop/submit.py."""
-    begun = (read_json(os.path.join(RUNS, f"{turn['tag']}.json")) or {}).get("environment") or {}
+    begun = settings_of(turn["tag"]).get("environment") or {}
     given = {name: begun[name] for name in VARIABLES if name in begun}
     given |= {"AUTORESEARCH_DATASET": expected["dataset"]} if expected["dataset"] else {}
     given |= {"AUTORESEARCH_HARDWARE": "none", "OMP_NUM_THREADS": str(turn["cores"])} if turn["cores"] else {}

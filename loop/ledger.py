@@ -75,6 +75,11 @@ def noise_floor(rows):
     return (statistics.mean(values), statistics.stdev(values), len(values)) if values else None
 
 
+def settings_of(tag):
+    """What a series was begun with: seed, environment, cores; {} where that is gone."""
+    return read_json(os.path.join(RUNS, f"{tag}.json")) or {}
+
+
 class Series:
     """What the ledger says of the series that is checked out: rows, baseline, best, bar and noise."""
 
@@ -87,7 +92,7 @@ class Series:
         self.baseline, self.best = (kept[0], kept[-1]) if kept else (None, None)  # the best is what the branch holds
         self.bar = min(map(score, kept)) if kept else None  # what counts as lower: simplifications must not let it creep up
         self.noise = noise_floor(self.rows)
-        self.settings = read_json(os.path.join(RUNS, f"{tag}.json")) or {}
+        self.settings = settings_of(tag)
         self.seed = self.settings.get("seed", 42)
 
     def number(self, row):

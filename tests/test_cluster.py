@@ -37,8 +37,13 @@ def nodes(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def series(nodes, tmp_path_factory):
+    """A series that several tests add runs to, in whatever order."""
+    return begin(nodes, tmp_path_factory.mktemp("client"))
+
+
+def begin(nodes, folder):
     """The stand-in's project as a client that has no GPU, begun on the cluster; the nodes have the stand-in's data."""
-    checkout = Checkout(tmp_path_factory.mktemp("client") / "a project", {"RAY_AUTH_TOKEN": TOKEN}).make()
+    checkout = Checkout(folder / "a project", {"RAY_AUTH_TOKEN": TOKEN}).make()
     use_this_venv(checkout)
     for n in range(3):
         shutil.copytree(checkout.folder.parent / "cache", nodes.cache(n), dirs_exist_ok=True)
@@ -84,8 +89,9 @@ def is_running(checkout, number):
     return bool(attempts) and attempts[-1].get("status") == "RUNNING"
 
 
-def test_several_patches_from_one_best(nodes, series):
+def test_several_patches_from_one_best(nodes, tmp_path):
     """The first to end is kept; what is better and lacks it runs again on it, merged, or stays a candidate where that conflicts."""
+    series = begin(nodes, tmp_path)
     quick = patch(series, "quick", VALUE=1.9)
     slow = patch(series, "slow", BONUS=0.15, SECONDS=8.0)
     other = patch(series, "other", VALUE=1.7, SECONDS=10.0)
@@ -120,8 +126,8 @@ def test_node_with_other_data_is_passed_over(nodes, series):
     numbers = [int(n) for n in re.findall(r"^noise run (\d+)", output, re.M)]
     passed = [reason for n in numbers for reason in place(series, n)["passed_over"].values()]
     assert passed == [f"{nodes.ip(2)}: fingerprint ba9876543210 and not 0123456789ab"]
-    assert sorted(row[1] for row in series.rows[first:]) == ["1.751000", "1.752000", "1.753000"] and len(numbers) == 3
-    assert "4 seeds: mean 1.751500" in output
+    assert sorted(row[1] for row in series.rows[first:]) == ["2.001000", "2.002000", "2.003000"] and len(numbers) == 3
+    assert "4 seeds: mean 2.001500" in output
 
 
 def test_stop_ends_the_job_and_nothing_is_recorded(nodes, series):
