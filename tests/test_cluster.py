@@ -1,5 +1,6 @@
 """experiment.py --on: a real Ray cluster of three nodes on this machine. What is simulated: GPUs (runs take cores), and the distance."""
 
+import contextlib
 import functools
 import json
 import os
@@ -24,15 +25,21 @@ from loop.processes import processes
 pytestmark = pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="needs a virtual environment, as a node has")
 
 
-@pytest.fixture(scope="module")
-def nodes(tmp_path_factory):
-    nodes = Nodes(tmp_path_factory.mktemp("nodes"))
+@contextlib.contextmanager
+def three_nodes(folder):
+    nodes = Nodes(folder)
     try:
         for n in range(3):
             nodes.start(n)
         yield nodes
     finally:
         nodes.end()
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    with three_nodes(tmp_path_factory.mktemp("nodes")) as nodes:
+        yield nodes
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +223,13 @@ def test_local_starts_ray(tmp_path):
         local.end()
 
 
-def test_demonstration_outlives_a_lost_node(nodes, demo, tmp_path):
+@pytest.fixture
+def nodes_to_lose(tmp_path):
+    with three_nodes(tmp_path / "nodes") as nodes:
+        yield nodes
+
+
+def test_demonstration_outlives_a_lost_node(nodes_to_lose, demo, tmp_path):
     """The project itself: its baseline and two tries at once, one of whose nodes loses its power; it is trained again elsewhere."""
     client = Checkout(tmp_path / "clone", {"RAY_AUTH_TOKEN": TOKEN, "AUTORESEARCH_TIME_BUDGET": "1"})
     client.environment.pop("AUTORESEARCH_DATASET")
@@ -227,8 +240,8 @@ def test_demonstration_outlives_a_lost_node(nodes, demo, tmp_path):
     client.git("init", "--quiet", "--initial-branch", "main")
     client.commit("start")
     use_this_venv(client)
+    nodes = nodes_to_lose
     for n in range(3):
-        shutil.rmtree(nodes.cache(n))
         shutil.copytree(demo.root, nodes.cache(n) / "demo")
     client.call("begin", "real", "--on", nodes.address, "--cores", 1, "--wait", 0, code=75)
     assert "keep run 1" in wait_for_end(client)
