@@ -376,6 +376,12 @@ def test_changed_data_is_not_compared(series):
     assert "the data has changed" in series.call("try", "x", code=3) and len(series.rows) == 1
 
 
+def test_another_kind_of_device_is_not_compared(series):
+    series.train.write_text(series.edit(VALUE=1.9).replace('device="CPU"', 'device="NVIDIA H200"'))
+    output = series.call("try", "x", code=3)
+    assert "device NVIDIA H200, the baseline's was CPU: their numbers don't compare" in output and len(series.rows) == 1
+
+
 @pytest.mark.parametrize("works", [True, False])
 def test_a_gpu_error_is_the_machines_only_if_the_gpu_no_longer_works(series, works):
     """A stub of venv/bin/python answers for a GPU."""

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from conftest import PROJECT
 from head import Head
 
 from loop import cluster, files, node, repository, turns, verdict
-from loop.processes import processes
+from loop.processes import lock_file, processes
 
 
 @pytest.fixture(scope="module")
@@ -314,6 +315,40 @@ def test_waiting_longer_than_ray_waits_is_no_lost_node(watched):
     assert watched([{"status": "PENDING"}, about], "")[0] == "waits"
 
 
+@pytest.mark.parametrize("status, end", [("RUNNING", ("lost", "it had not ended 1441 s after its start")), ("PENDING", ("queued", None))])
+def test_a_job_that_outlives_its_limit_is_stopped(watched, monkeypatch, status, end):
+    stopped = []
+    monkeypatch.setattr(cluster, "stop_job", lambda address, job: stopped.append(job))
+    assert watched(itertools.repeat({"status": status}), "") == end and stopped == ["/api/jobs/x"]
+
+
+@pytest.mark.parametrize(
+    "ends, said",
+    [
+        ([("lost", "gone")] * 3, "given up after 3 attempts: a node: gone"),
+        ([("unfit", "other data")], "no node can run it: a node: other data"),
+        ([("outcome", {"state": "environment", "reason": "its GPU"})], "no node can run it: a node: its GPU"),
+        ([("queued", None)], "no node took it in 5 s"),
+        ([("busy", "in use")], "no node took it in 5 s: in use"),
+    ],
+)
+def test_when_a_run_is_given_up(monkeypatch, tmp_path, ends, said):
+    monkeypatch.setattr(cluster, "run_file", lambda number, name: str(tmp_path / name))
+    monkeypatch.setattr(cluster, "nap", lambda seconds: None)
+    monkeypatch.setattr(cluster, "candidates", lambda place, cores: [])
+    monkeypatch.setitem(files.LIMITS, "queue", 5)
+    clock = itertools.count(0, 20)
+    monkeypatch.setattr(cluster.time, "monotonic", lambda: next(clock))
+
+    def watch(turn, expected, place, attempt, path):
+        attempt["node_id"] = "a"
+        return ends.pop(0)
+
+    monkeypatch.setattr(cluster, "watch", watch)
+    turn = {"number": 1, "on": "x", "tag": "t", "token": "0" * 16, "cores": None}
+    assert cluster.run(turn, {}) == (("environment", said), {}) and not ends
+
+
 def test_a_long_queue_is_waited_for(series, head):
     """Ray gives a job up that no node took in 15 minutes; it is sent again as often as needed, and that is no attempt that was lost."""
     head.about |= {"status": "FAILED", "error_type": "JOB_SUPERVISOR_ACTOR_START_TIMEOUT", "driver_agent_http_address": None}
@@ -391,6 +426,86 @@ def test_more_cores_than_any_node_has_is_told(series, head):
     assert f"no node at {head.address} has 99 cores now" in output and "discard run" in output
 
 
+def refusal(function, *arguments):
+    with pytest.raises((files.Refusal, cluster.Unreachable)) as raised:
+        function(*arguments)
+    return str(raised.value)
+
+
+def test_without_ray_it_is_said_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(cluster, "PYTHON", str(tmp_path / "python"))
+    assert refusal(cluster.find, "127.0.0.1") == "--on needs Ray in venv/: . ./env.sh && pip install 'ray[default]'"
+
+
+def test_ray_that_does_not_start(monkeypatch, tmp_path):
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\necho 0\necho 'Error: 8265 is taken' >&2\necho more >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(cluster, "PYTHON", str(python))
+    monkeypatch.setattr(cluster, "venv_without_spaces", lambda: str(tmp_path))
+    monkeypatch.setattr(cluster, "LOCAL", "http://127.0.0.1:1")
+    assert refusal(cluster.start_local) == "`ray start --head` failed: Error: 8265 is taken"
+
+
+def test_a_venv_with_a_space_is_called_by_a_link(monkeypatch, tmp_path):
+    monkeypatch.setattr(cluster, "ROOT", str(tmp_path / "a project"))
+    (tmp_path / "a project/venv").mkdir(parents=True)
+    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path / "cache"))
+    for _ in range(2):
+        link = cluster.venv_without_spaces()
+        assert " " not in link and os.path.samefile(link, tmp_path / "a project/venv")
+    monkeypatch.setenv("AUTORESEARCH_CACHE", str(tmp_path / "a cache"))
+    assert "Ray does not work from paths with spaces" in refusal(cluster.venv_without_spaces)
+
+
+def test_a_client_of_ray_that_hangs_and_nodes_in_another_shape(monkeypatch):
+    def hang(command, **more):
+        raise subprocess.TimeoutExpired(command, 300)
+
+    monkeypatch.setattr(cluster.subprocess, "run", hang)
+    assert refusal(cluster.send, {"address": "http://127.0.0.1:1"}) == "Ray at http://127.0.0.1:1 took no job in 300 s"
+    monkeypatch.setattr(cluster, "ask", lambda *arguments, **more: {"data": []})
+    assert "lists its nodes in another way" in refusal(cluster.nodes, "x")
+
+
+@pytest.mark.parametrize("command", [["try", "x"], ["noise", 1], ["begin", "another"]])
+def test_the_state_is_not_locked_while_a_cluster_is_asked(series, command):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        caller = series.start(*command, "--on", f"127.0.0.1:{server.getsockname()[1]}")
+        with server.accept()[0]:
+            lock = state_is_free(series)
+        output, _ = caller.communicate(timeout=60)
+    assert lock and caller.returncode == 3 and "no Ray answers" in output
+
+
+def state_is_free(checkout):
+    """Whether nobody holds the lock of the state."""
+    descriptor = lock_file(checkout.folder / "runs/lock")
+    if descriptor is not None:
+        os.close(descriptor)
+    return descriptor is not None
+
+
+def test_patches_that_are_none(series, head, tmp_path):
+    removal = tmp_path / "removal.patch"
+    (series.folder / "train.py").rename(tmp_path / "train.py")
+    removal.write_text(series.git("diff", "--", "train.py") + "\n")
+    (tmp_path / "train.py").rename(series.folder / "train.py")
+    (tmp_path / "empty.patch").write_text("\n")
+    for name, words in (("removal", "it removes train.py"), ("empty", "it is empty"), ("none", "there is no such file")):
+        assert words in series.call("try", "--on", head.address, "--patches", tmp_path / f"{name}.patch", code=2)
+
+
+def test_what_is_being_tried_is_not_tried_again(series, head):
+    head.held.add("VALUE = 9.31")
+    source = series.edit(VALUE=9.31)
+    remote(series, head, "held", wait=0, code=75)
+    series.train.write_text(source)
+    assert f"run {last(series)} is trying it" in remote(series, head, "the same", code=2)
+    series.git("restore", "train.py")
+
+
 # ---- on the node ----------------------------------------------------------------------------------------------------------------
 
 
@@ -402,6 +517,51 @@ def test_what_a_node_shows_is_utf_8(tmp_path, capfdbinary):
     log.end()
     shown = capfdbinary.readouterr().out.decode()
     assert shown.startswith("\ufffd\0\n███") and "left out" in shown
+
+
+def test_a_node_without_a_venv(monkeypatch, capfd):
+    monkeypatch.setattr(node.sys, "base_prefix", sys.prefix)
+    assert node.move_in({}) == 0 and "is in no virtual environment: `. ./env.sh` before `ray start`" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "fit, said",
+    [
+        ("import sys; sys.exit('there is no data: python prepare.py')", "there is no data: python prepare.py"),
+        ("import os; os._exit(7)", "exit code 7"),
+        ("import time; time.sleep(60)", "torch had not found a device after 0.5 s"),
+        ("""print('hello\\n{"fingerprint": "a", "device": "CPU"}')""", "device CPU and not NVIDIA H200"),
+        ("""print('{"fingerprint": "a", "device": "NVIDIA H200"}')""", None),
+    ],
+)
+def test_what_a_node_says_of_itself(monkeypatch, tmp_path, fit, said):
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/bin/python").symlink_to(os.path.realpath(sys.executable))
+    monkeypatch.setattr(node, "ROOT", str(tmp_path))
+    monkeypatch.setattr(node, "FIT", fit)
+    monkeypatch.setitem(files.LIMITS, "silence", 5 if said and "0.5" not in said else 0.5)
+    monkeypatch.chdir(tmp_path)
+    assert node.look({"fingerprint": "a", "device": "NVIDIA H200"}) == said
+
+
+def test_a_run_that_changes_what_came_is_invalid(monkeypatch, tmp_path, capfd):
+    (tmp_path / "prepare.py").write_text("fixed")
+    monkeypatch.setattr(node, "ROOT", str(tmp_path))
+    monkeypatch.setattr(node, "run_file", lambda number, name: str(tmp_path / "runs" / name))
+    monkeypatch.setattr(node, "look", lambda expected: None)
+    monkeypatch.setattr(node, "LIBC", types.SimpleNamespace(prctl=lambda *arguments: 0))
+    monkeypatch.setattr(node.signal, "signal", lambda *arguments: None)
+    for text, state in (("fixed", "valid"), ("changed", "crash")):
+
+        def measure(*arguments, text=text):
+            (tmp_path / "prepare.py").write_text(text)
+            return ("valid", None), {}
+
+        monkeypatch.setattr(node, "measure", measure)
+        node.run_here({"number": 1, "expected": {}}, -1)
+        outcome = json.loads(capfd.readouterr().out.rpartition(node.ANSWER)[2])["outcome"]
+        assert outcome == {"state": state, "reason": None if state == "valid" else "invalid: the run changed prepare.py"}
+        shutil.rmtree(tmp_path / "runs")
 
 
 def test_a_node_that_cannot_write_is_passed_over():
