@@ -21,8 +21,6 @@ AUTORESEARCH_LIMITS changes LIMITS of loop/files.py: "silence=60 evaluation=900"
 import argparse
 import collections
 import contextlib
-import email.errors
-import email.header
 import json
 import math
 import os
@@ -245,6 +243,9 @@ def read_patches(path):
 
 def decoded(subject):
     """A mail's subject without the encoding that it has where it is not ASCII."""
+    import email.errors  # here, so that only patches wait for it
+    import email.header
+
     with contextlib.suppress(LookupError, ValueError, email.errors.MessageError):
         return str(email.header.make_header(email.header.decode_header(subject)))
     return subject

@@ -8,7 +8,6 @@ of a turn is in runs/N/cluster.json: address, attempts, nodes that were passed o
 
 import contextlib
 import hashlib
-import http.client
 import io
 import json
 import os
@@ -16,11 +15,8 @@ import re
 import shutil
 import socket
 import subprocess
-import tarfile
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 
 from .files import ENVIRONMENT, LIMITS, ROOT, Refusal, now_text, read_bytes, read_json, run_file, seconds_text, write_file, write_json
 from .ledger import settings_of
@@ -66,6 +62,11 @@ def token():
 
 def ask(address, path, method="GET", timeout=20):
     """What the REST API answers."""
+    # Here and not above: every command of experiment.py imports this module, and few ask.
+    import http.client
+    import urllib.error
+    import urllib.request
+
     known = token()
     headers = {"Authorization": f"Bearer {known}"} if known else {}
     request = urllib.request.Request(f"{address}{path}", method=method, headers=headers)
@@ -199,6 +200,8 @@ def could(node, cores):
 
 def files_of(commit, folder):
     """The files of a commit that a run needs, into an empty folder."""
+    import tarfile  # as above
+
     pathspec = [".", *(f":(exclude){pattern}" for pattern in EXCLUDED)]
     with tarfile.open(fileobj=io.BytesIO(git_bytes("archive", "--format=tar", commit, "--", *pathspec))) as archive:
         archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
