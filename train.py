@@ -58,14 +58,22 @@ def norm(x):
     return kernels.rms_norm(x, eps=torch.finfo(torch.float32).eps) if FUSED else F.rms_norm(x, (x.size(-1),))
 
 
+def add_norm(x, update):
+    return kernels.add_rms_norm(x, update, eps=torch.finfo(torch.float32).eps)[1] if FUSED else norm(x + update)
+
+
 def linear(x, weight):
     return kernels.linear(x, weight) if FUSED else F.linear(x, weight)
 
 
-def mix_norm_linear(x, x0, resid_lambda, x0_lambda, weight):
-    """The residual stream with a share of the embedding x0 (x, x0: (B, T, n_embd)), and the product of its norm with `weight`."""
+def mix_norm_linear(x, update, x0, resid_lambda, x0_lambda, weight):
+    """The residual stream after an update (None in the first layer) with a share of the embedding x0, and the product of its norm.
+
+    x, update, x0: (B, T, n_embd); weight: (out, n_embd).
+    """
     if FUSED:
-        return kernels.residual_mix_norm_linear(x, x0, resid_lambda, x0_lambda, weight)
+        return kernels.residual_mix_norm_linear(x, x0, resid_lambda, x0_lambda, weight, update=update)
+    x = x if update is None else x + update
     x = resid_lambda * x + x0_lambda * x0
     return x, F.linear(norm(x), weight)
 
@@ -157,10 +165,10 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config, layer)
         self.mlp = MLP(config)
 
-    def forward(self, x, x0, resid_lambda, x0_lambda, idx, value_embedding, cos, sin, attend):
-        x, qkv = mix_norm_linear(x, x0, resid_lambda, x0_lambda, self.attn.packed_weight())
-        x, update = self.mlp(x, self.attn(qkv, idx, value_embedding, cos, sin, attend))
-        return x + update
+    def forward(self, x, update, x0, resid_lambda, x0_lambda, idx, value_embedding, cos, sin, attend):
+        """The residual stream and this layer's update of it, which the next layer adds where it reads both anyway."""
+        x, qkv = mix_norm_linear(x, update, x0, resid_lambda, x0_lambda, self.attn.packed_weight())
+        return self.mlp(x, self.attn(qkv, idx, value_embedding, cos, sin, attend))
 
 
 class GPT(nn.Module):
@@ -284,8 +292,8 @@ class GPT(nn.Module):
     def embed(self, idx):
         return norm(self.transformer.wte(idx))  # (B, T, n_embd)
 
-    def head(self, x, targets, reduction):
-        x = norm(x)
+    def head(self, x, update, targets, reduction):
+        x = add_norm(x, update)
         if targets is None:
             return 15 * torch.tanh(self.lm_head(x).float() / 15)
         return cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), 15, reduction)
@@ -294,13 +302,14 @@ class GPT(nn.Module):
         """Logits (B, T, vocab_size) float32 of the tokens idx (B, T); with targets (B, T) their cross entropy instead, -1 left out."""
         T = idx.size(1)
         cos, sin = self.cos[:, :T], self.sin[:, :T]
-        x = x0 = self.embed(idx)
+        x, update = self.embed(idx), None
+        x0 = x
         lambdas = zip(self.resid_lambdas.unbind(), self.x0_lambdas.unbind())
         for i, (block, (resid_lambda, x0_lambda)) in enumerate(zip(self.transformer.h, lambdas)):
             value_embedding = self.value_embeds[str(i)].weight if str(i) in self.value_embeds else None
             attend = self.attend[self.window_sizes[i][0]]
-            x = block(x, x0, resid_lambda, x0_lambda, idx, value_embedding, cos, sin, attend)
-        return self.head(x, targets, reduction)
+            x, update = block(x, update, x0, resid_lambda, x0_lambda, idx, value_embedding, cos, sin, attend)
+        return self.head(x, update, targets, reduction)
 
 
 # ---------------------------------------------------------------------------

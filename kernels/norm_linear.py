@@ -1,7 +1,7 @@
 """A residual step, RMSNorm and the product that follows, as one operation that keeps less than the three.
 
     add_norm_linear(x, update, weight):                            h = x + update
-    residual_mix_norm_linear(x, x0, resid_lambda, x0_lambda, …):   h = resid_lambda·x + x0_lambda·x0
+    residual_mix_norm_linear(x, x0, resid_lambda, x0_lambda, …):   h = resid_lambda·(x + update) + x0_lambda·x0
     both return h and (h / sqrt(mean(h²) + eps)) · weightᵀ
 
 The product's weight gradient needs the norm once more. It is not kept: the backward's kernel reads h anyway and writes the norm beside
@@ -14,6 +14,8 @@ from torch import Tensor
 from ._common import forbid_double_backward, require_device, require_float
 from ._ops import add_op_namespace_prefix
 from .linear import compute_dtype, rows, weight_gradient
+from .residual_mix import check as check_mix
+from .residual_mix import gradients as mix_gradients
 from .residual_mix import residual_mix_norm_backward_op, residual_mix_norm_op, residual_mix_norm_ref
 from .rms_norm import MAX_TILE_WIDTH, add_rms_norm_op, add_rms_norm_ref, rms_norm_backward_op, rms_norm_op
 
@@ -81,34 +83,34 @@ add_norm_linear_op.register_autograd(_backward_add, setup_context=_save_add)
 
 @torch.library.custom_op(add_op_namespace_prefix("residual_mix_norm_linear"), mutates_args=())
 def residual_mix_norm_linear_op(
-    x: Tensor, x0: Tensor, resid_lambda: Tensor, x0_lambda: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
+    x: Tensor, update: Tensor | None, x0: Tensor, resid_lambda: Tensor, x0_lambda: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    h, normed = residual_mix_norm_op(x, x0, resid_lambda, x0_lambda, eps)
+    h, normed = residual_mix_norm_op(x, update, x0, resid_lambda, x0_lambda, eps)
     return h, _product(normed, weight, dtype)
 
 
 @residual_mix_norm_linear_op.register_fake
-def _(x, x0, resid_lambda, x0_lambda, weight, eps, dtype):
+def _(x, update, x0, resid_lambda, x0_lambda, weight, eps, dtype):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
 
 
 @torch.library.custom_op(add_op_namespace_prefix("residual_mix_norm_linear_backward"), mutates_args=())
 def residual_mix_norm_linear_backward_op(
-    dy: Tensor, dh: Tensor | None, x: Tensor, x0: Tensor, resid_lambda: Tensor, x0_lambda: Tensor, weight: Tensor, eps: float,
-    need_dx: bool, need_dx0: bool, need_dlambdas: bool, need_dweight: bool,
+    dy: Tensor, dh: Tensor | None, x: Tensor, update: Tensor | None, x0: Tensor, resid_lambda: Tensor, x0_lambda: Tensor, weight: Tensor,
+    eps: float, need_dx: bool, need_dx0: bool, need_dlambdas: bool, need_dweight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx, dx0, both lambdas' gradients as (2,), dweight; what is not needed comes back empty."""
+    """dx, which is the update's too, dx0, both lambdas' gradients as (2,), dweight; what is not needed comes back empty."""
     if not (need_dx or need_dx0 or need_dlambdas):
-        _, normed = residual_mix_norm_op(x, x0, resid_lambda, x0_lambda, eps)
+        _, normed = residual_mix_norm_op(x, update, x0, resid_lambda, x0_lambda, eps)
         return x.new_empty(0), x.new_empty(0), x.new_empty(0), _dweight(dy, normed, weight.dtype)
     dx, dx0, dlambdas, normed = residual_mix_norm_backward_op(
-        dh, dy @ weight.to(dy.dtype), x, x0, resid_lambda, x0_lambda, eps, need_dx, need_dx0, need_dlambdas, need_dweight
+        dh, dy @ weight.to(dy.dtype), x, update, x0, resid_lambda, x0_lambda, eps, need_dx, need_dx0, need_dlambdas, need_dweight
     )
     return dx, dx0, dlambdas, _dweight(dy, normed, weight.dtype) if need_dweight else weight.new_empty(0)
 
 
 @residual_mix_norm_linear_backward_op.register_fake
-def _(dy, dh, x, x0, resid_lambda, x0_lambda, weight, eps, need_dx, need_dx0, need_dlambdas, need_dweight):
+def _(dy, dh, x, update, x0, resid_lambda, x0_lambda, weight, eps, need_dx, need_dx0, need_dlambdas, need_dweight):
     dx, dx0 = (x.new_empty(x.shape if need else 0) for need in (need_dx, need_dx0))
     dlambdas = x.new_empty(2, dtype=torch.float32) if need_dlambdas else x.new_empty(0)
     return dx, dx0, dlambdas, weight.new_empty(weight.shape if need_dweight else 0)
@@ -124,34 +126,22 @@ def _save_mix(ctx, inputs, output):
 
 
 def _backward_mix(ctx, dh, dy):
-    x, x0, resid_lambda, x0_lambda, weight = ctx.saved_tensors
-    need_dx, need_dx0, need_resid, need_embed, need_dweight, _, _ = ctx.needs_input_grad
-    asked = need_dx, need_dx0, need_resid or need_embed
+    x, update, x0, resid_lambda, x0_lambda, weight = ctx.saved_tensors
+    *needs, need_dweight, _, _ = ctx.needs_input_grad
+    inputs, asked, dweight = (x, update, x0, resid_lambda, x0_lambda), (needs[0] or needs[1], needs[2], needs[3] or needs[4]), None
     if dy is None:
-        (dx, dx0, dlambdas, _), dweight = residual_mix_norm_backward_op(dh, None, x, x0, resid_lambda, x0_lambda, ctx.eps, *asked), None
+        dx, dx0, dlambdas, _ = residual_mix_norm_backward_op(dh, None, *inputs, ctx.eps, *asked)
     else:
-        dx, dx0, dlambdas, dweight = residual_mix_norm_linear_backward_op(
-            dy, dh, x, x0, resid_lambda, x0_lambda, weight, ctx.eps, *asked, need_dweight
-        )
-    return (
-        dx if need_dx else None,
-        dx0 if need_dx0 else None,
-        dlambdas[0].to(resid_lambda.dtype) if need_resid else None,
-        dlambdas[1].to(x0_lambda.dtype) if need_embed else None,
-        dweight if need_dweight else None,
-        None,
-        None,
-    )
+        dx, dx0, dlambdas, dweight = residual_mix_norm_linear_backward_op(dy, dh, *inputs, weight, ctx.eps, *asked, need_dweight)
+    return *mix_gradients(dx, dx0, dlambdas, needs, update, resid_lambda, x0_lambda), dweight if need_dweight else None, None, None
 
 
 residual_mix_norm_linear_op.register_autograd(_backward_mix, setup_context=_save_mix)
 
 
-def _check(name, x, other, weight, *scalars):
-    require_float(name, x, other, weight, *scalars)
-    require_device(name, x, other, weight, *scalars)
-    if x.shape != other.shape or x.ndim == 0 or not 1 <= x.shape[-1] <= MAX_TILE_WIDTH:
-        raise ValueError(f"{name}: shapes {tuple(x.shape)} and {tuple(other.shape)}; need one shape (..., N), N from 1 to {MAX_TILE_WIDTH}")
+def _check_weight(name, x, weight):
+    require_float(name, weight)
+    require_device(name, x, weight)
     if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(f"{name}: weight of shape {tuple(weight.shape)} for x of {tuple(x.shape)}; need (out, {x.shape[-1]})")
 
@@ -162,7 +152,13 @@ def add_norm_linear(x, update, weight, eps=EPS):
     x, update: (..., N), N ≤ 8,192, one shape, float32, float16 or bfloat16; weight: (out, N), of any of these dtypes, used in that of the
     product, which is h's or autocast's. Once differentiable in all three. ValueError for anything else.
     """
-    _check("add_norm_linear", x, update, weight)
+    name = "add_norm_linear"
+    require_float(name, x, update)
+    require_device(name, x, update)
+    if x.shape != update.shape or x.ndim == 0 or not 1 <= x.shape[-1] <= MAX_TILE_WIDTH:
+        shapes = f"{tuple(x.shape)} and {tuple(update.shape)}"
+        raise ValueError(f"{name}: shapes {shapes}; need one shape (..., N), N from 1 to {MAX_TILE_WIDTH}")
+    _check_weight(name, x, weight)
     return add_norm_linear_op(x, update, weight, float(eps), compute_dtype(x.device, torch.promote_types(x.dtype, update.dtype)))
 
 
@@ -171,19 +167,18 @@ def add_norm_linear_ref(x, update, weight, eps=EPS):
     return h, torch.nn.functional.linear(normed, weight)
 
 
-def residual_mix_norm_linear(x, x0, resid_lambda, x0_lambda, weight, eps=EPS):
-    """`h = resid_lambda * x + x0_lambda * x0; return h, F.linear(rms_norm(h), weight)`.
+def residual_mix_norm_linear(x, x0, resid_lambda, x0_lambda, weight, eps=EPS, update=None):
+    """`h = resid_lambda * (x + update) + x0_lambda * x0; return h, F.linear(rms_norm(h), weight)`; no update adds nothing.
 
-    Tensors as for `residual_mix_norm`, weight as for `add_norm_linear`. Once differentiable in all five. ValueError for anything else.
+    Tensors as for `residual_mix_norm`, weight as for `add_norm_linear`. Once differentiable in all. ValueError for anything else.
     """
     name = "residual_mix_norm_linear"
-    _check(name, x, x0, weight, resid_lambda, x0_lambda)
-    if x.dtype != x0.dtype or resid_lambda.ndim or x0_lambda.ndim:
-        shapes = f"{tuple(resid_lambda.shape)}, {tuple(x0_lambda.shape)}"
-        raise ValueError(f"{name}: x {x.dtype}, x0 {x0.dtype}, lambdas of shapes {shapes}; need one dtype and 0-D lambdas")
-    return residual_mix_norm_linear_op(x, x0, resid_lambda, x0_lambda, weight, float(eps), compute_dtype(x.device, x.dtype))
+    check_mix(name, x, update, x0, resid_lambda, x0_lambda)
+    _check_weight(name, x, weight)
+    dtype = compute_dtype(x.device, x.dtype)
+    return residual_mix_norm_linear_op(x, update, x0, resid_lambda, x0_lambda, weight, float(eps), dtype)
 
 
-def residual_mix_norm_linear_ref(x, x0, resid_lambda, x0_lambda, weight, eps=EPS):
-    h, normed = residual_mix_norm_ref(x, x0, resid_lambda, x0_lambda, eps)
+def residual_mix_norm_linear_ref(x, x0, resid_lambda, x0_lambda, weight, eps=EPS, update=None):
+    h, normed = residual_mix_norm_ref(x, x0, resid_lambda, x0_lambda, eps, update)
     return h, torch.nn.functional.linear(normed, weight)

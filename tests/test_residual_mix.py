@@ -23,16 +23,24 @@ def results(f, inputs, gradients):
     return [o.detach() for o in outputs], torch.autograd.grad(outputs, inputs, [g.to(o.dtype) for g, o in zip(gradients, outputs)])
 
 
-def check(x, x0, resid, embed, gradients, what=""):
-    inputs = [x, x0, resid, embed]
-    ours, low = results(residual_mix_norm, inputs, gradients), results(residual_mix_norm_ref, inputs, gradients)
-    exact = results(residual_mix_norm_ref, [i.double() for i in inputs], gradients)
+def after(f):
+    """The same function with the update as its last argument by position."""
+    return lambda x, x0, resid, embed, update=None: f(x, x0, resid, embed, update=update)
+
+
+def check(x, x0, resid, embed, gradients, what="", update=None):
+    inputs = [x, x0, resid, embed, *([] if update is None else [update])]
+    ours, low = (results(after(f), inputs, gradients) for f in (residual_mix_norm, residual_mix_norm_ref))
+    exact = results(after(residual_mix_norm_ref), [i.double() for i in inputs], gradients)
     for kind, factor in ((0, 2), (1, 3)):
         for n, (o, p, e) in enumerate(zip(ours[kind][:2], low[kind], exact[kind])):
             assert_close_to_reference(o, p, e, factor, f"{what} {('output', 'gradient')[kind]} {n}")
+    if update is not None:
+        assert torch.equal(ours[1][4], ours[1][0].to(update.dtype)), "the update's gradient is that of the stream that it is added to"
+        x = (x + update).to(x.dtype)
     # The lambdas' gradients are sums, over all elements, of the gradient of mixed times x or x0: single numbers that mostly cancel.
     # So the error allowed is that of float32 in such a sum, and one rounding of each element of mixed, which is random.
-    for n, (o, p, e, t) in enumerate(zip(ours[1][2:], low[1][2:], exact[1][2:], (x, x0))):
+    for n, (o, p, e, t) in enumerate(zip(ours[1][2:4], low[1][2:4], exact[1][2:4], (x, x0))):
         terms = exact[1][0] / resid * t
         allowed = max(3 * (p - e).abs(), 2**-23 * terms.abs().sum() + torch.finfo(x.dtype).eps * terms.norm())
         assert o.dtype == p.dtype and (o - e).abs() <= allowed, f"{what} gradient of lambda {n}: {o} for {e}, allowed {allowed}"
@@ -47,11 +55,28 @@ def test_values(shape, dtype, device, poison_empty):
     assert {t.dtype for t in (mixed, y, dx, dx0)} == {dtype} and dresid.dtype == dembed.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 9, 512), (3, 1000), (1, 77)], ids=str)
+def test_after_an_update(shape, dtype, device, poison_empty):
+    x, x0, dmixed, dy, update = (values(shape, dtype, device, i) for i in range(5))
+    outputs, gradients = check(x, x0, *lambdas(device), (dmixed, dy), f"{shape} {dtype}", update)
+    once = results(residual_mix_norm, (x + update, x0, *lambdas(device)), (dmixed, dy))
+    assert all(map(torch.equal, (*outputs, *gradients[:4]), (*once[0], *once[1]))), "the sum is rounded as it would be in memory"
+
+
+def test_an_update_of_a_narrower_dtype(device):
+    """As autocast makes one for a stream in float32."""
+    x, x0, dmixed, dy = (values((4, 64), torch.float32, device, i) for i in range(4))
+    _, gradients = check(x, x0, *lambdas(device), (dmixed, dy), "", values((4, 64), torch.bfloat16, device, 4))
+    assert gradients[0].dtype == torch.float32 and gradients[4].dtype == torch.bfloat16
+
+
 def test_strides(device):
     """x0 may be x; slices, transposes and broadcasts; gradients expanded and concatenated."""
     base = values((6, 2, 96), torch.float32, device)
     for x in (base[:, 1], base[::2, 0], base[:, 0, ::2], base[:, 0].t(), base[:1, 0].expand(5, 96)):
-        check(x, x + 1, *lambdas(device), [values(x.shape, torch.float32, device, i) for i in (1, 2)])
+        for update in (None, x - 1, values(x.shape[::-1], torch.float32, device, 3).t()):
+            check(x, x + 1, *lambdas(device), [values(x.shape, torch.float32, device, i) for i in (1, 2)], "", update)
         check(x, x + 1, *lambdas(device), [torch.ones((), device=device).expand(x.shape), values(x.shape[::-1], torch.float32, device).t()])
     x = base[:, 0].clone().requires_grad_()
     ours, exact = (
@@ -76,10 +101,13 @@ def test_frozen_inputs_cost_nothing(device, monkeypatch):
     original = residual_mix_norm_backward_op
     monkeypatch.setattr(module, "residual_mix_norm_backward_op", lambda *a: (asked.append(a[-3:]), original(*a))[1])
     tensors = [values((4, 64), torch.float32, device), values((4, 64), torch.float32, device, 1), *lambdas(device)]
-    for n, wanted in enumerate([(True, False, False), (False, True, False), (False, False, True), (False, False, True)]):
+    tensors.append(values((4, 64), torch.float32, device, 2))
+    only = [(True, False, False), (False, True, False), (False, False, True), (False, False, True), (True, False, False)]
+    for n, wanted in enumerate(only):
         inputs = [t.detach().requires_grad_(i == n) for i, t in enumerate(tensors)]
         ours, exact = (
-            torch.autograd.grad(sum(y.pow(3).sum() for y in f(*inputs)), inputs[n])[0] for f in (residual_mix_norm, residual_mix_norm_ref)
+            torch.autograd.grad(sum(y.pow(3).sum() for y in after(f)(*inputs)), inputs[n])[0]
+            for f in (residual_mix_norm, residual_mix_norm_ref)
         )
         assert asked[-1] == wanted
         torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-4)
@@ -120,6 +148,9 @@ def test_unsupported_input(device):
     for arguments, message in [
         ((x, x[:1], *l), "one shape"),
         ((x, x.half(), *l), "dtype"),
+        ((x.half(), x.half(), *l, 1e-6, x), "update torch.float32.*an update's may be narrower"),
+        ((x, x, *l, 1e-6, x[0]), "one shape"),
+        ((x, x, *l, 1e-6, x.double()), "float64"),
         ((x.double(), x.double(), *l), "float64"),
         ((x, x, l[0][None], l[1]), "0-D"),
         ((x[:, :0], x[:, :0], *l), "last dimension"),
@@ -132,26 +163,32 @@ def test_unsupported_input(device):
 def test_opcheck(device):
     x, x0, dmixed, dy = (values((4, 64), torch.float32, device, i) for i in range(4))
     l = lambdas(device)
-    torch.library.opcheck(residual_mix_norm_backward_op, (dmixed, dy, x, x0, *l, 1e-6, True, True, True))
-    torch.library.opcheck(residual_mix_norm_backward_op, (None, dy, x, x0, *l, 1e-6, False, False, True))
-    torch.library.opcheck(residual_mix_norm_op, (x.requires_grad_(), x0.requires_grad_(), *(t.requires_grad_() for t in l), 1e-6))
+    update = values((4, 64), torch.float32, device, 4)
+    torch.library.opcheck(residual_mix_norm_backward_op, (dmixed, dy, x, update, x0, *l, 1e-6, True, True, True))
+    torch.library.opcheck(residual_mix_norm_backward_op, (None, dy, x, None, x0, *l, 1e-6, False, False, True))
+    x, update, x0, *l = (t.requires_grad_() for t in (x, update, x0, *l))
+    for added in (None, update):
+        torch.library.opcheck(residual_mix_norm_op, (x, added, x0, *l, 1e-6))
 
 
 def test_gradcheck(device):
     """In float32, which is what the kernel takes, hence the wide step and tolerance."""
     inputs = [values((3, 6), torch.float32, device), values((3, 6), torch.float32, device, 1), *lambdas(device)]
-    assert torch.autograd.gradcheck(residual_mix_norm, [t.requires_grad_() for t in inputs], eps=1e-2, atol=2e-2, rtol=1e-2, nondet_tol=0)
+    inputs.append(values((3, 6), torch.float32, device, 2))
+    assert torch.autograd.gradcheck(
+        after(residual_mix_norm), [t.requires_grad_() for t in inputs], eps=1e-2, atol=2e-2, rtol=1e-2, nondet_tol=0
+    )
 
 
 def test_compiles_once_without_graph_breaks(device):
     resid, embed = (torch.full((3,), v, device=device, requires_grad=True) for v in (0.9, 0.1))
 
     def step(x0):  # as a model uses it: element i of a vector of parameters for layer i
-        x = x0
+        x, update = x0, None
         for i in range(3):
-            x, y = residual_mix_norm(x, x0, resid[i], embed[i])
-            x = x + y.square()
-        return x.square().mean()
+            x, y = residual_mix_norm(x, x0, resid[i], embed[i], update=update)
+            update = y.square()
+        return (x + update).square().mean()
 
     assert_compiles_once(step, lambda seed: [values((4, 64), torch.float32, device, seed).requires_grad_()], [resid, embed], device)
 
@@ -167,13 +204,15 @@ def test_any_shape_and_strides(device, data):
         laid = values([2 * shape[i] for i in order], dtype, device, seed)[tuple(slice(None, None, 2) for _ in order)]
         return laid.permute([order.index(i) for i in range(len(shape))])
 
-    check(strided(1), strided(2), *lambdas(device), (strided(3), strided(4)), f"{shape} {dtype} {order}")
+    update = strided(5) if data.draw(st.booleans()) else None
+    check(strided(1), strided(2), *lambdas(device), (strided(3), strided(4)), f"{shape} {dtype} {order}", update)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(16, 2048, 512), (8, 2048, 768), (1000, 8192)], ids=str)
 def test_real_sizes(shape, device, poison_empty):
-    x, x0, dmixed, dy = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4))
+    x, x0, dmixed, dy, update = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(5))
     check(x, x0, *lambdas(device), (dmixed, dy))
-    first, second = (results(residual_mix_norm, [x, x0, *lambdas(device)], (dmixed, dy)) for _ in range(2))
+    check(x, x0, *lambdas(device), (dmixed, dy), "", update)
+    first, second = (results(after(residual_mix_norm), [x, x0, *lambdas(device), update], (dmixed, dy)) for _ in range(2))
     assert all(map(torch.equal, (*first[0], *first[1]), (*second[0], *second[1])))
