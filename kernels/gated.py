@@ -51,12 +51,16 @@ def _activate(g, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def gated_kernel(G, U, Y, n_cols, n_blocks, stride_g, stride_u, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def gated_kernel(G, U, S, Y, n_cols, n_blocks, stride_g, stride_u, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """S, if it is not None: what a row of G is multiplied by first."""
     row = (tl.program_id(0) // n_blocks).to(tl.int64)
     start = (tl.program_id(0) % n_blocks).to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
     mask = at < n_cols - start
-    y, _ = _activate(tl.load(G + row * stride_g + start + at, mask, 0.0).to(tl.float32), ACTIVATION)
+    g = tl.load(G + row * stride_g + start + at, mask, 0.0).to(tl.float32)
+    if S is not None:
+        g *= tl.load(S + row)
+    y, _ = _activate(g, ACTIVATION)
     if U is not None:
         y *= tl.load(U + row * stride_u + start + at, mask, 0.0).to(tl.float32)
     tl.store(Y + row * n_cols + start + at, y.to(Y.dtype.element_ty), mask)
@@ -64,8 +68,10 @@ def gated_kernel(G, U, Y, n_cols, n_blocks, stride_g, stride_u, ACTIVATION: tl.c
 
 @triton.jit
 def gated_backward_kernel(
-    DY, G, U, DG, DU, n_cols, n_blocks, stride_dy, stride_g, stride_u, stride_dg, stride_du, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+    DY, G, U, S, DG, DU, n_cols, n_blocks, stride_dy, stride_g, stride_u, stride_dg, stride_du,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):
+    """S, if it is not None: what a row of DG is multiplied by; G is then what the activation was given, or its output."""
     row = (tl.program_id(0) // n_blocks).to(tl.int64)
     start = (tl.program_id(0) % n_blocks).to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
@@ -78,6 +84,8 @@ def gated_backward_kernel(
         dg = dy * slope
         if U is not None:
             dg *= tl.load(U + row * stride_u + start + at, mask, 0.0).to(tl.float32)
+        if S is not None:
+            dg *= tl.load(S + row)
         tl.store(DG + row * stride_dg + start + at, dg.to(DG.dtype.element_ty), mask)
 
 
@@ -87,9 +95,9 @@ def block(n_cols):
     return size, max(1, size // 512)
 
 
-def _flatten(*tensors):
-    """Tensors of one shape as rows; as a single row where all are contiguous, so that narrow rows waste no lanes."""
-    if all(t is None or t.is_contiguous() for t in tensors):
+def _flatten(*tensors, apart=False):
+    """Tensors of one shape as rows; as a single row where all are contiguous, so that narrow rows waste no lanes, unless `apart`."""
+    if not apart and all(t is None or t.is_contiguous() for t in tensors):
         return [None if t is None else t.view(1, -1) for t in tensors]
     return [None if t is None else as_rows(t) for t in tensors]
 
@@ -98,30 +106,32 @@ def _row_stride(t):
     return 0 if t is None else t.stride(0)
 
 
-def _forward(gate, up, y, activation):
-    gate, up, rows = _flatten(gate, up, y)
-    n_rows, n_cols = rows.shape
+def _forward(gate, up, y, activation, scale=None):
+    """Writes y, for a scale (rows,) float32 that of gate times it."""
     if y.numel():
+        gate, up, rows = _flatten(gate, up, y, apart=scale is not None)
+        n_rows, n_cols = rows.shape
         BLOCK, num_warps = block(n_cols)
         n_blocks = triton.cdiv(n_cols, BLOCK)
         with torch.cuda.device_of(y):
             gated_kernel[(n_rows * n_blocks,)](
-                gate, up, y, n_cols, n_blocks, gate.stride(0), _row_stride(up), activation, BLOCK, num_warps=num_warps, num_stages=1
+                gate, up, scale, rows, n_cols, n_blocks, gate.stride(0), _row_stride(up), activation, BLOCK,
+                num_warps=num_warps, num_stages=1,
             )
     return y
 
 
-def _backward(dy, gate, up, dgate, dup, activation):
-    """Writes dgate and dup where they are not None."""
-    dy, gate, up, dgate, dup = _flatten(dy, gate, up, dgate, dup)
-    n_rows, n_cols = gate.shape
+def _backward(dy, gate, up, dgate, dup, activation, scale=None):
+    """Writes dgate, times the scale (rows,) float32 if there is one, and dup where they are not None."""
     if gate.numel() and not (dgate is None and dup is None):
+        dy, gate, up, dgate, dup = _flatten(dy, gate, up, dgate, dup, apart=scale is not None)
+        n_rows, n_cols = gate.shape
         BLOCK, num_warps = block(n_cols)
         n_blocks = triton.cdiv(n_cols, BLOCK)
         strides = [_row_stride(t) for t in (dy, gate, up, dgate, dup)]
         with torch.cuda.device_of(gate):
             gated_backward_kernel[(n_rows * n_blocks,)](
-                dy, gate, up, dgate, dup, n_cols, n_blocks, *strides, activation, BLOCK, num_warps=num_warps, num_stages=1
+                dy, gate, up, scale, dgate, dup, n_cols, n_blocks, *strides, activation, BLOCK, num_warps=num_warps, num_stages=1
             )
 
 
@@ -306,9 +316,10 @@ def relu_squared_ref(x):
 
 
 def gfx1151_cases():
-    """What benchmarks/gfx1151_report.py compiles: flat tensors (one row), and the halves of (rows, 2·2048)."""
+    """What benchmarks/gfx1151_report.py compiles: flat tensors (one row), the halves of (rows, 2·2048), and rows with scales (mlp.py)."""
+    shapes = {"relu_squared": ("flat", "(rows, 2048), scales"), "silu": ("flat",)}
     for activation in ("relu_squared", "silu", "gelu", "gelu_tanh"):
-        for shape in ("flat",) if activation in ("relu_squared", "silu") else ("flat", "(rows, 2·2048)"):
+        for shape in shapes.get(activation, ("flat", "(rows, 2·2048)")):
             BLOCK, num_warps = block(2048)
             p, u = "*bf16", "constexpr" if activation == "relu_squared" else "*bf16"
             sizes = {"ACTIVATION": "constexpr", "BLOCK": "constexpr"}
@@ -316,11 +327,13 @@ def gfx1151_cases():
             common = {"options": {"num_warps": num_warps, "num_stages": 1}, "kind": "memory", "shape": f"{shape} bf16", "default": True,
                       "multiples_of_16": ("n_cols", *strides)}
             values = {"ACTIVATION": activation, "BLOCK": BLOCK}
-            absent = {"U": None} if u == "constexpr" else {}
+            s = "*fp32" if "scales" in shape else "constexpr"
+            absent = {**({"U": None} if u == "constexpr" else {}), **({"S": None} if s == "constexpr" else {})}
             yield {"name": activation, "kernel": gated_kernel, "constexprs": {**absent, **values}, **common,
-                   "signature": {"G": p, "U": u, "Y": p, "n_cols": "i32", "n_blocks": "i32", "stride_g": "i32", "stride_u": "i32", **sizes}}
+                   "signature": {"G": p, "U": u, "S": s, "Y": p, "n_cols": "i32", "n_blocks": "i32", "stride_g": "i32",
+                                 "stride_u": "i32", **sizes}}
             if activation == "relu_squared":
-                absent, values = {"U": None, "DU": None}, {**values, "ACTIVATION": "relu_squared_from_output"}
+                absent, values = {**absent, "DU": None}, {**values, "ACTIVATION": "relu_squared_from_output"}
             yield {"name": activation + "_backward", "kernel": gated_backward_kernel, "constexprs": {**absent, **values}, **common,
-                   "signature": {"DY": p, "G": p, "U": u, "DG": p, "DU": u, "n_cols": "i32", "n_blocks": "i32",
+                   "signature": {"DY": p, "G": p, "U": u, "S": s, "DG": p, "DU": u, "n_cols": "i32", "n_blocks": "i32",
                                  **dict.fromkeys(strides, "i32"), **sizes}}

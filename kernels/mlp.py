@@ -2,10 +2,14 @@
 
     h = x + update,   y = relu(norm(h) · fcᵀ)² · projᵀ          (So et al. 2021 for relu²)
 
-Kept for the backward are h and a = relu(…)² alone: the norm is computed again beside its gradient, and relu²'s slope is 2·√a. On NVIDIA's
-Hopper and its successors in servers, two of the six products are a kernel of this file, if all is bfloat16: it squares, or multiplies by
-the slope, what it has in its registers anyway, so the tensors between product and activation are never written or read. Elsewhere, and
-for operands that its descriptors can't describe, the products are the BLAS library's, with relu² in a kernel of its own.
+The norm is never written: norm(h) = rstd·h, a number for each row, and the product's rows are scaled instead, where relu² has them in
+registers. On the way back relu²'s gradient gets the same factor, which makes it right for fc's gradient (with h in the norm's place), and
+its product with fc the rstd-fold gradient of the norm, which is what RMSNorm's backward begins with.
+
+Kept for the backward are h, a = relu(…)² and rstd: relu²'s slope is 2·√a. On NVIDIA's Hopper and its successors in servers, two of the six
+products are a kernel of this file, if all is bfloat16: it squares, or multiplies by the slope, what it has in its registers anyway, so the
+tensors between product and activation are never written or read. Elsewhere, and for operands that its descriptors can't describe, the
+products are the BLAS library's, with relu² in a kernel of its own.
 """
 
 import functools
@@ -23,7 +27,7 @@ from .gated import _backward as _activation_backward
 from .gated import _forward as _activation_forward
 from .linear import compute_dtype, rows, weight_gradient
 from .norm_linear import EPS, MAX_TILE_WIDTH, add_norm_linear_ref
-from .rms_norm import add_rms_norm_op, rms_norm_backward_op, rms_norm_op
+from .rms_norm import add_rstd, rms_norm_backward_op
 
 # A program makes tiles of 128 × 256, stored in two halves; the loop over tiles is flattened into that over K, so that the next tile's
 # operands are on their way while this one is stored. The best of those tried on an H200 at K 512.
@@ -32,8 +36,9 @@ SHARED_MEMORY = 224 << 10  # bytes a multiprocessor: three stages take 208 KiB o
 
 
 @triton.jit
-def _activated(acc, aux, row, col, SLOPE: tl.constexpr):
-    """relu(acc)², or acc times the slope of relu² at the tile of `aux`, its output."""
+def _activated(acc, aux, scale, row, col, SLOPE: tl.constexpr):
+    """relu(scale·acc)², or scale·acc times the slope of relu² at the tile of `aux`, its output."""
+    acc *= scale
     if SLOPE:
         return acc * (2.0 * tl.sqrt(aux.load([row, col]).to(tl.float32)))
     r = tl.where(acc < 0.0, 0.0, acc)  # keeps NaN
@@ -42,11 +47,14 @@ def _activated(acc, aux, row, col, SLOPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "n_programs"])
 def product_kernel(
-    a, b, out, aux, M, N, K, n_programs,
+    a, b, out, aux, SCALES, M, N, K, n_programs,
     SLOPE: tl.constexpr, TRANSPOSED: tl.constexpr, FLATTEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """out (M, N) = activated(a (M, K) · b), b (K, N), or (N, K) if TRANSPOSED. Column blocks innermost: rows of `a` stay in the cache."""
+    """out (M, N) = activated(scales (M,) · a (M, K) · b), b (K, N), or (N, K) if TRANSPOSED.
+
+    Column blocks are innermost: rows of `a` stay in the cache.
+    """
     n_cols = tl.cdiv(N, BLOCK_N)
     HALF: tl.constexpr = BLOCK_N // 2
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * n_cols, n_programs, flatten=FLATTEN):
@@ -58,9 +66,11 @@ def product_kernel(
                 acc = _dot(a.load([row, k]), b.load([col, k]).T, acc)
             else:
                 acc = _dot(a.load([row, k]), b.load([k, col]), acc)
+        at = row + tl.arange(0, BLOCK_M)
+        scale = tl.load(SCALES + at, at < M, 0.0)[:, None]
         left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))
-        out.store([row, col], _activated(left, aux, row, col, SLOPE).to(out.dtype))
-        out.store([row, col + HALF], _activated(right, aux, row, col + HALF, SLOPE).to(out.dtype))
+        out.store([row, col], _activated(left, aux, scale, row, col, SLOPE).to(out.dtype))
+        out.store([row, col + HALF], _activated(right, aux, scale, row, col + HALF, SLOPE).to(out.dtype))
 
 
 @functools.lru_cache
@@ -85,7 +95,7 @@ def _fusable(left, *others):
     return True
 
 
-def _launch(a, b, out, aux, transposed):
+def _launch(a, b, out, aux, scales, transposed):
     M, K = a.shape
     N = out.shape[1]
     programs = min(triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N), _programs(a.device))
@@ -96,50 +106,52 @@ def _launch(a, b, out, aux, transposed):
             TensorDescriptor.from_tensor(b, [BLOCK_N, BLOCK_K] if transposed else [BLOCK_K, BLOCK_N]),
             TensorDescriptor.from_tensor(out, half),
             None if aux is None else TensorDescriptor.from_tensor(aux, half),
-            M, N, K, programs, aux is not None, transposed, not INTERPRETED, BLOCK_M, BLOCK_N, BLOCK_K,
+            scales, M, N, K, programs, aux is not None, transposed, not INTERPRETED, BLOCK_M, BLOCK_N, BLOCK_K,
             num_warps=NUM_WARPS, num_stages=NUM_STAGES,
         )
     return out
 
 
-def _relu_squared_product(normed, fc):
-    """relu(normed · fcᵀ)² for normed (rows, N), fc (hidden, N)."""
-    out = normed.new_empty((normed.shape[0], fc.shape[0]))
-    if _fusable(normed, fc, out):
-        return _launch(normed, fc, out, None, transposed=True)
-    hidden = torch.mm(normed, fc.t(), out=out)
-    return _activation_forward(hidden, None, hidden, "relu_squared")  # in place: each element is read before it is written
+def _relu_squared_product(h, fc, rstd):
+    """relu(rstd · h · fcᵀ)² for h (rows, N), fc (hidden, N), rstd (rows,) float32."""
+    out = h.new_empty((h.shape[0], fc.shape[0]))
+    if _fusable(h, fc, out):
+        return _launch(h, fc, out, None, rstd, transposed=True)
+    hidden = torch.mm(h, fc.t(), out=out)
+    return _activation_forward(hidden, None, hidden, "relu_squared", rstd)  # in place: each element is read before it is written
 
 
-def _slope_product(dy, proj, a):
-    """(dy · proj) · 2√a for dy (rows, N), proj (N, hidden), a (rows, hidden)."""
+def _slope_product(dy, proj, a, rstd):
+    """rstd · (dy · proj) · 2√a for dy (rows, N), proj (N, hidden), a (rows, hidden), rstd (rows,) float32."""
     out = torch.empty_like(a)
     if _fusable(dy, proj, a, out):
-        return _launch(dy, proj, out, a, transposed=False)
+        return _launch(dy, proj, out, a, rstd, transposed=False)
     da = torch.mm(dy, proj, out=out)
-    _activation_backward(da, a, None, da, None, "relu_squared_from_output")
+    _activation_backward(da, a, None, da, None, "relu_squared_from_output", rstd)
     return da
 
 
 @torch.library.custom_op(add_op_namespace_prefix("add_norm_mlp"), mutates_args=())
 def add_norm_mlp_op(
     x: Tensor, update: Tensor, fc: Tensor, proj: Tensor, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """h, y, and a, which the backward needs."""
-    h, normed = add_rms_norm_op(x, update, None, eps)
-    a = _relu_squared_product(rows(normed).to(dtype), fc.to(dtype).contiguous())
-    return h, torch.mm(a, proj.to(dtype).t()).view(*h.shape[:-1], proj.shape[0]), a
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """h, y, and what the backward needs: a and rstd."""
+    h, rstd = add_rstd(x, update, eps)
+    a = _relu_squared_product(h.to(dtype), fc.to(dtype).contiguous(), rstd)
+    return h.view(x.shape), torch.mm(a, proj.to(dtype).t()).view(*x.shape[:-1], proj.shape[0]), a, rstd
 
 
 @add_norm_mlp_op.register_fake
 def _(x, update, fc, proj, eps, dtype):
     h = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, update.dtype), device=x.device)
-    return h, x.new_empty((*x.shape[:-1], proj.shape[0]), dtype=dtype), x.new_empty((x.shape[:-1].numel(), fc.shape[0]), dtype=dtype)
+    n_rows = x.shape[:-1].numel()
+    y, a = x.new_empty((*x.shape[:-1], proj.shape[0]), dtype=dtype), x.new_empty((n_rows, fc.shape[0]), dtype=dtype)
+    return h, y, a, x.new_empty(n_rows, dtype=torch.float32)
 
 
 @torch.library.custom_op(add_op_namespace_prefix("add_norm_mlp_backward"), mutates_args=())
 def add_norm_mlp_backward_op(
-    dy: Tensor, dh: Tensor | None, h: Tensor, a: Tensor, fc: Tensor, proj: Tensor, eps: float,
+    dy: Tensor, dh: Tensor | None, h: Tensor, a: Tensor, rstd: Tensor, fc: Tensor, proj: Tensor, eps: float,
     need_dh: bool, need_dfc: bool, need_dproj: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dh, dfc, dproj; what is not needed comes back empty."""
@@ -147,17 +159,16 @@ def add_norm_mlp_backward_op(
     dproj = weight_gradient(dy, a, proj.dtype) if need_dproj else proj.new_empty(0)
     if not (need_dh or need_dfc):
         return h.new_empty(0), fc.new_empty(0), dproj
-    dhidden = _slope_product(dy, proj.to(dy.dtype).contiguous(), a)
-    if need_dh:
-        dnormed = (dhidden @ fc.to(dy.dtype)).to(h.dtype).view(h.shape)
-        dh, _, normed = rms_norm_backward_op(dnormed, dh, h, None, eps, True, False, need_dfc)
-    else:
-        dh, normed = h.new_empty(0), rms_norm_op(h, None, eps)
-    return dh, weight_gradient(dhidden, rows(normed).to(dy.dtype), fc.dtype) if need_dfc else fc.new_empty(0), dproj
+    dhidden = _slope_product(dy, proj.to(dy.dtype).contiguous(), a, rstd)
+    dfc = weight_gradient(dhidden, rows(h).to(dy.dtype), fc.dtype) if need_dfc else fc.new_empty(0)
+    if not need_dh:
+        return h.new_empty(0), dfc, dproj
+    dnormed = (dhidden @ fc.to(dy.dtype)).view(h.shape)
+    return rms_norm_backward_op(dnormed, dh, h, None, eps, True, False, scaled=True)[0], dfc, dproj
 
 
 @add_norm_mlp_backward_op.register_fake
-def _(dy, dh, h, a, fc, proj, eps, need_dh, need_dfc, need_dproj):
+def _(dy, dh, h, a, rstd, fc, proj, eps, need_dh, need_dfc, need_dproj):
     return tuple(t.new_empty(t.shape if need else 0) for t, need in ((h, need_dh), (fc, need_dfc), (proj, need_dproj)))
 
 
@@ -166,19 +177,19 @@ forbid_double_backward("add_norm_mlp", add_norm_mlp_backward_op)
 
 def _save(ctx, inputs, output):
     x, update, fc, proj, ctx.eps, _ = inputs
-    h, _, a = output
+    h, _, a, rstd = output
     ctx.dtypes = x.dtype, update.dtype
-    ctx.mark_non_differentiable(a)
+    ctx.mark_non_differentiable(a, rstd)
     ctx.set_materialize_grads(False)  # an unused output must not cost a tensor of zeros
-    ctx.save_for_backward(h, a, fc, proj)
+    ctx.save_for_backward(h, a, rstd, fc, proj)
 
 
-def _backward(ctx, dh, dy, _):
-    h, a, fc, proj = ctx.saved_tensors
+def _backward(ctx, dh, dy, *_):
+    h, a, rstd, fc, proj = ctx.saved_tensors
     need_dx, need_dupdate, need_dfc, need_dproj, _, _ = ctx.needs_input_grad
     dfc = dproj = None
     if dy is not None:
-        dh, dfc, dproj = add_norm_mlp_backward_op(dy, dh, h, a, fc, proj, ctx.eps, need_dx or need_dupdate, need_dfc, need_dproj)
+        dh, dfc, dproj = add_norm_mlp_backward_op(dy, dh, h, a, rstd, fc, proj, ctx.eps, need_dx or need_dupdate, need_dfc, need_dproj)
     dx, dupdate = (dh.to(t) if need and dh is not None else None for t, need in zip(ctx.dtypes, (need_dx, need_dupdate)))
     return dx, dupdate, dfc if need_dfc else None, dproj if need_dproj else None, None, None
 

@@ -6,9 +6,10 @@
 With g = dy * weight and xhat = x * rstd:  dx = rstd * (g - xhat * mean(g * xhat)),  dweight = Σ_rows dy * xhat.
 
 Both sums that the backward needs of a row, Σx² and Σg·x, come from what it reads anyway. So only inputs are saved, the
-forward has one output, and a row is read once. Each program handles a tile of rows that stays in registers; rows wider
-than MAX_TILE_WIDTH are walked twice, the second time from the cache. dweight is summed in two stages (a partial sum a program, then the
-partial sums), in a fixed order, so it is the same bit for bit every time.
+forward has one output, and a row is read once. A product that scales its rows by rstd itself (mlp.py) needs no norm, only rstd: `add_rstd`.
+Each program handles a tile of rows that stays in registers; rows wider than MAX_TILE_WIDTH are walked twice, the second time from the
+cache. dweight is summed in two stages (a partial sum a program, then the partial sums), in a fixed order, so it is the same bit for bit
+every time.
 """
 
 from functools import lru_cache
@@ -26,7 +27,10 @@ MAX_TILE_WIDTH = 8192  # 16 warps with 16 elements a lane: still 16 waves a SIMD
 
 
 @triton.jit
-def rms_norm_kernel(X, R, W, S, Y, n_rows, stride_x, stride_r, eps, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_kernel(
+    X, R, W, S, Y, RSTD, n_rows, stride_x, stride_r, eps, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Y, the norm, or RSTD, what it multiplies a row by; the other is None."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
@@ -37,10 +41,14 @@ def rms_norm_kernel(X, R, W, S, Y, n_rows, stride_x, stride_r, eps, N: tl.conste
         h = x.to(S.dtype.element_ty)
         tl.store(S + first * N + (row * N + col), h, mask)
         x = h.to(tl.float32)  # the norm is that of the sum as stored, which is what the backward reads
-    y = x * tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) * (1.0 / N) + eps)
-    if W is not None:
-        y *= tl.load(W + col, col < N, 0.0).to(tl.float32)
-    tl.store(Y + first * N + (row * N + col), y.to(Y.dtype.element_ty), mask)
+    rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) * (1.0 / N) + eps)
+    if RSTD is not None:
+        tl.store(RSTD + first + row, rstd, row < n_rows - first)
+    else:
+        y = x * rstd
+        if W is not None:
+            y *= tl.load(W + col, col < N, 0.0).to(tl.float32)
+        tl.store(Y + first * N + (row * N + col), y.to(Y.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -76,11 +84,12 @@ def rms_norm_wide_kernel(X, R, W, S, Y, stride_x, stride_r, eps, N: tl.constexpr
 @triton.jit
 def rms_norm_backward_kernel(
     DY, DS, X, W, DX, Y, DW, n_rows, n_tiles, n_programs, stride_dy, stride_ds, stride_x, eps,
-    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
 ):
     """Tiles pid, pid + n_programs, … ; DW is (n_programs, N) partial sums, or None: then there are as many programs as tiles.
 
     Y, if it is not None, gets the norm once more, without weight: for a product's weight gradient, which then need not keep it.
+    SCALED: DY is rstd times the norm's gradient already.
     """
     row = tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
@@ -99,7 +108,9 @@ def rms_norm_backward_kernel(
         if W is not None:
             g *= tl.load(W + col, col < N, 0.0).to(tl.float32)
         if DX is not None:
-            dx = rstd * (g - xhat * (tl.sum(g * xhat, 1, keep_dims=True) * (1.0 / N)))
+            dx = g - xhat * (tl.sum(g * xhat, 1, keep_dims=True) * (1.0 / N))
+            if not SCALED:
+                dx *= rstd
             if DS is not None:
                 dx += tl.load(DS + first * stride_ds + (row * stride_ds + col), mask, 0.0).to(tl.float32)
             tl.store(DX + first * N + (row * N + col), dx.to(DX.dtype.element_ty), mask)
@@ -190,10 +201,27 @@ def _forward(x, residual, weight, eps):
         with torch.cuda.device_of(x):
             if N <= MAX_TILE_WIDTH:
                 grid = (triton.cdiv(n_rows, ROWS),)
-                rms_norm_kernel[grid](x, r, weight, h, y, n_rows, *strides, eps, N, ROWS, BLOCK, num_warps=num_warps, num_stages=1)
+                rms_norm_kernel[grid](x, r, weight, h, y, None, n_rows, *strides, eps, N, ROWS, BLOCK, num_warps=num_warps, num_stages=1)
             else:
                 rms_norm_wide_kernel[(n_rows,)](x, r, weight, h, y, *strides, eps, N, BLOCK, num_warps=num_warps, num_stages=1)
     return y, h
+
+
+def add_rstd(x, residual, eps):
+    """`h = x + residual`, (rows, N) of their wider dtype, and the norm's rstd (rows,), float32; N ≤ 8,192. For within an operation."""
+    N = x.shape[-1]
+    ROWS, BLOCK, num_warps = tile(N)
+    x, residual = as_rows(x, ROWS), as_rows(residual, ROWS)
+    n_rows = x.shape[0]
+    h = torch.empty((n_rows, N), dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
+    rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
+    if n_rows:
+        with torch.cuda.device_of(x):
+            rms_norm_kernel[(triton.cdiv(n_rows, ROWS),)](
+                x, residual, None, h, None, rstd, n_rows, x.stride(0), residual.stride(0), eps, N, ROWS, BLOCK,
+                num_warps=num_warps, num_stages=1,
+            )
+    return h, rstd
 
 
 @torch.library.custom_op(add_op_namespace_prefix("rms_norm"), mutates_args=())
@@ -220,10 +248,14 @@ def _(x, residual, weight, eps):
 
 @torch.library.custom_op(add_op_namespace_prefix("rms_norm_backward"), mutates_args=())
 def rms_norm_backward_op(
-    dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor | None, eps: float, need_dx: bool, need_dweight: bool, need_y: bool = False
+    dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor | None, eps: float, need_dx: bool, need_dweight: bool, need_y: bool = False,
+    scaled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`(dx + dsum, dweight)`, and the norm without weight once more (N ≤ 8,192); what is not needed comes back empty."""
-    assert not need_y or x.shape[-1] <= MAX_TILE_WIDTH, "wider rows are not written once more"
+    """`(dx + dsum, dweight)`, and the norm without weight once more; what is not needed comes back empty.
+
+    scaled: dy is rstd times the norm's gradient already. It and need_y are for N ≤ 8,192 and no weight.
+    """
+    assert not (need_y or scaled) or (x.shape[-1] <= MAX_TILE_WIDTH and weight is None), "for rows of a tile, without weight"
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else None
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_y else None
     dweight = None
@@ -245,7 +277,7 @@ def rms_norm_backward_op(
                 n_programs = parts or n_tiles
                 rms_norm_backward_kernel[(n_programs,)](
                     dy, ds, x, weight, dx, y, partial, n_rows, n_tiles, n_programs, dy.stride(0), stride_ds, x.stride(0), eps,
-                    N, ROWS, BLOCK, **options,
+                    N, ROWS, BLOCK, scaled, **options,
                 )
             else:
                 rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device) if need_dweight else None
@@ -264,7 +296,7 @@ def rms_norm_backward_op(
 
 
 @rms_norm_backward_op.register_fake
-def _(dy, dsum, x, weight, eps, need_dx, need_dweight, need_y=False):
+def _(dy, dsum, x, weight, eps, need_dx, need_dweight, need_y=False, scaled=False):
     dx, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) if need else x.new_empty(0) for need in (need_dx, need_y))
     return dx, torch.empty_like(weight) if need_dweight else x.new_empty(0), y
 
@@ -356,35 +388,42 @@ def gfx1151_cases():
     ints = {"stride_x": "i32", "eps": "fp32"}
     for width, dtype in [(128, "bf16"), (512, "bf16"), (2048, "bf16"), (4096, "bf16"), (5120, "bf16"), (8192, "bf16"), (8192, "fp32"),
                          (16384, "bf16")]:
-        ROWS, BLOCK, num_warps = tile(width)
         wide = width > MAX_TILE_WIDTH
         for weighted in (False, True):
             for added in (False, True):
+                ROWS, BLOCK, num_warps = tile(width)
                 p = f"*{dtype}"
                 w, extra = (p if weighted else "constexpr"), (p if added else "constexpr")
                 shape = f"(rows, {width}) {dtype}" + (", weight" if weighted else "")
                 size = {"N": width, "BLOCK": BLOCK} if wide else {"N": width, "ROWS": ROWS, "BLOCK": BLOCK}
                 common = {"options": {"num_warps": num_warps, "num_stages": 1}, "kind": "memory", "shape": shape, "default": True,
                           "multiples_of_16": ("stride_x", "stride_r", "stride_dy", "stride_ds")}
-                signature = {"X": p, "R": extra, "W": w, "S": extra, "Y": p, **({} if wide else {"n_rows": "i32"}), "stride_x": "i32",
-                             "stride_r": "i32", "eps": "fp32", **dict.fromkeys(size, "constexpr")}
-                absent = {**({} if weighted else {"W": None}), **({} if added else {"R": None, "S": None})}
-                yield {"name": "add_rms_norm" if added else "rms_norm", "kernel": rms_norm_wide_kernel if wide else rms_norm_kernel,
-                       "signature": signature, "constexprs": {**absent, **size}, **common}
+                for rstd_alone in (False, True) if added and not weighted and not wide else (False,):
+                    y, rstd = ("constexpr", "*fp32") if rstd_alone else (p, "constexpr")
+                    results = {"Y": y} if wide else {"Y": y, "RSTD": rstd, "n_rows": "i32"}
+                    signature = {"X": p, "R": extra, "W": w, "S": extra, **results, "stride_x": "i32", "stride_r": "i32", "eps": "fp32",
+                                 **dict.fromkeys(size, "constexpr")}
+                    absent = {name: None for name, kind in signature.items() if kind == "constexpr" and name not in size}
+                    yield {"name": "add_rstd" if rstd_alone else "add_rms_norm" if added else "rms_norm",
+                           "kernel": rms_norm_wide_kernel if wide else rms_norm_kernel,
+                           "signature": signature, "constexprs": {**absent, **size}, **common}
                 ROWS, BLOCK, num_warps = tile(width, 1024 if weighted else 2048)
-                size, common = (
-                    {**size, **({} if wide else {"ROWS": ROWS})}, {**common, "options": {"num_warps": num_warps, "num_stages": 1}})
+                common = {**common, "options": {"num_warps": num_warps, "num_stages": 1}}
                 partial = "*fp32" if weighted else "constexpr"
                 last = {"RSTD": partial} if wide else {"DW": partial, "n_rows": "i32", "n_tiles": "i32", "n_programs": "i32"}
-                absent = {**({} if weighted else {"W": None, "RSTD" if wide else "DW": None}), **({} if added else {"DS": None})}
-                for again in (False, True) if added and not weighted and not wide else (False,):  # the norm written once more
-                    y = {} if wide else {"Y": p if again else "constexpr"}
+                names = [("add_rms_norm" if added else "rms_norm") + "_backward"]
+                if added and not weighted and not wide:
+                    names += ["add_norm_linear_backward", "add_norm_mlp_backward"]
+                for name in names:
+                    y, size = {}, {"N": width, "BLOCK": BLOCK}
+                    if not wide:
+                        y = {"Y": p if name == "add_norm_linear_backward" else "constexpr"}  # the norm once more
+                        size |= {"ROWS": ROWS, "SCALED": name == "add_norm_mlp_backward"}
                     signature = {"DY": p, "DS": extra, "X": p, "W": w, "DX": p, **y, **last, "stride_dy": "i32", "stride_ds": "i32",
                                  **ints, **dict.fromkeys(size, "constexpr")}
-                    yield {"name": "add_norm_linear_backward" if again else ("add_rms_norm" if added else "rms_norm") + "_backward",
-                           "kernel": rms_norm_backward_wide_kernel if wide else rms_norm_backward_kernel,
-                           "signature": signature, "constexprs": {**absent, **({"Y": None} if "constexpr" in y.values() else {}), **size},
-                           **common}
+                    absent = {name: None for name, kind in signature.items() if kind == "constexpr" and name not in size}
+                    yield {"name": name, "kernel": rms_norm_backward_wide_kernel if wide else rms_norm_backward_kernel,
+                           "signature": signature, "constexprs": {**absent, **size}, **common}
         if wide:
             signature = {"DY": p, "X": p, "RSTD": "*fp32", "DW": "*fp32", "n_rows": "i32", "rows_each": "i32", "stride_dy": "i32",
                          "stride_x": "i32", "N": "constexpr", "BLOCK": "constexpr"}

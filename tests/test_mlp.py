@@ -87,7 +87,8 @@ def test_fused(shape, hidden, out, device, launched, has_kernel, poison_empty):
         ((130, 68), 128, 68),
         ((130, 64), 100, 64),
         ((3, 5, 33), 7, 9),
-        ((1, 1), 1, 1),
+        ((1, 8), 8, 8),
+        ((70, 2), 16, 16),
         ((64,), 96, 64),
     ],
     ids=str,
@@ -97,6 +98,12 @@ def test_not_fused(shape, hidden, out, dtype, device, launched, poison_empty):
     inputs = inputs_for(shape, hidden, out, dtype, device)
     check(inputs, gradients_for(inputs), f"{shape} {hidden} {out}")
     assert launched == [False, False]
+
+
+def test_one_number(device):
+    """In float32: the norm of a single number is its sign, exact in bfloat16 too, which torch's own path then profits from."""
+    inputs = inputs_for((1, 1), 1, 1, torch.float32, device)
+    check(inputs, gradients_for(inputs))
 
 
 def test_both_paths_agree(device, monkeypatch):
@@ -118,13 +125,14 @@ def test_special_values(kernel, device, monkeypatch):
     normed, fc = torch.eye(128, 64, device=device).bfloat16(), values((64, 64), torch.bfloat16, device)
     normed[1] = float("nan")
     fc[3, 0] = float("inf")
-    a = mlp._relu_squared_product(normed, fc)
-    expected = torch.relu(normed.float() @ fc.float().t()).square()
+    scales = torch.linspace(0.5, 2, 128, device=device)
+    a = mlp._relu_squared_product(normed, fc, scales)
+    expected = torch.relu(scales[:, None] * (normed.float() @ fc.float().t())).square()
     torch.testing.assert_close(a.float(), expected, rtol=0.01, atol=0, equal_nan=True)
     assert a[1].isnan().all() and a[0, 3] == float("inf") and (a[2:, :3] == 0).any()
     dy, a = values((128, 64), torch.bfloat16, device, 1), a.nan_to_num(posinf=4.0)
-    expected = dy.float() @ fc.float().nan_to_num(posinf=1.0) * 2 * a.float().sqrt()
-    da = mlp._slope_product(dy, fc.nan_to_num(posinf=1.0), a)
+    expected = scales[:, None] * (dy.float() @ fc.float().nan_to_num(posinf=1.0)) * 2 * a.float().sqrt()
+    da = mlp._slope_product(dy, fc.nan_to_num(posinf=1.0), a, scales)
     torch.testing.assert_close(da.float(), expected, rtol=0.02, atol=0.02)
     assert not da[a == 0].any() and (a == 0).any()
 
@@ -234,7 +242,7 @@ def test_frozen_inputs_cost_nothing(trained, device, launched, monkeypatch):
     weight_gradients, norms = [], []
     for name, calls in (("weight_gradient", weight_gradients), ("rms_norm_backward_op", norms)):
         original = getattr(mlp, name)
-        monkeypatch.setattr(mlp, name, lambda *a, original=original, calls=calls: (calls.append(a[-1]), original(*a))[1])
+        monkeypatch.setattr(mlp, name, lambda *a, original=original, calls=calls, **k: (calls.append(a[-1]), original(*a, **k))[1])
     inputs = [t.requires_grad_(i == trained) for i, t in enumerate(inputs_for((9, 64), 24, 40, torch.float32, device))]
     sum(y.pow(3).sum() for y in add_norm_mlp(*inputs)).backward()
     (exact,) = torch.autograd.grad(sum(y.pow(3).sum() for y in add_norm_mlp_ref(*inputs)), inputs[trained])
@@ -247,12 +255,12 @@ def test_frozen_inputs_cost_nothing(trained, device, launched, monkeypatch):
 
 @pytest.mark.parametrize("rows", [9, 130])
 def test_keeps_two_tensors_and_writes_into_nothing(rows, device):
-    """h and relu(…)² alone are kept beside the weights; a second backward gives the same bits."""
+    """h and relu(…)² alone are kept beside the weights, and a number for each row; a second backward gives the same bits."""
     inputs = [t.requires_grad_() for t in inputs_for((rows, 64), 128, 64, torch.bfloat16, device)]
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
         outputs = add_norm_mlp(*inputs)
-    assert [t.shape for t in saved] == [(rows, 64), (rows, 128), (128, 64), (64, 128)]
+    assert [t.shape for t in saved] == [(rows, 64), (rows, 128), (rows,), (128, 64), (64, 128)]
     assert {t.data_ptr() for t in saved} >= {t.data_ptr() for t in (outputs[0], *inputs[2:])}
     gradients = gradients_for(inputs)
     kept = [t.detach().clone() for t in (*inputs, *outputs, *gradients, *saved)]
@@ -295,10 +303,10 @@ def test_gradcheck(device):
 def test_opcheck(device):
     inputs = inputs_for((2, 3, 64), 24, 40, torch.float32, device)
     dh, dy = gradients_for(inputs)
-    h, _, a = mlp.add_norm_mlp_op(*inputs, 1e-6, torch.float32)
+    h, _, a, rstd = mlp.add_norm_mlp_op(*inputs, 1e-6, torch.float32)
     weights = [w.t().contiguous().t() for w in inputs[2:]]
     for gradient, needs in ((None, (True, False, True)), (dh, (False, True, False))):
-        torch.library.opcheck(mlp.add_norm_mlp_backward_op, (dy, gradient, h, a, *weights, 1e-6, *needs))
+        torch.library.opcheck(mlp.add_norm_mlp_backward_op, (dy, gradient, h, a, rstd, *weights, 1e-6, *needs))
     torch.library.opcheck(mlp.add_norm_mlp_op, (*(t.requires_grad_() for t in inputs), 1e-6, torch.bfloat16))
 
 
@@ -375,7 +383,8 @@ for capability, slope in ((90, False), (90, True), (100, True)):
     rows, columns = "tensordesc<bf16[%d,%d]>" % (M, K), "tensordesc<bf16[%d,%d]>" % ((K, N) if slope else (N, K))
     half = "tensordesc<bf16[%d,%d]>" % (M, N // 2)
     values = dict(SLOPE=slope, TRANSPOSED=not slope, FLATTEN=True, BLOCK_M=M, BLOCK_N=N, BLOCK_K=K, **({} if slope else {"aux": None}))
-    signature = {"a": rows, "b": columns, "out": half, "aux": half, **dict.fromkeys(("M", "N", "K", "n_programs"), "i32")}
+    signature = {"a": rows, "b": columns, "out": half, "aux": half, "SCALES": "*fp32"}
+    signature |= dict.fromkeys(("M", "N", "K", "n_programs"), "i32")
     signature = {n: "constexpr" if n in values else signature[n] for n in kernel.arg_names}
     options = dict(num_warps=mlp.NUM_WARPS, num_stages=mlp.NUM_STAGES)
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs={})
@@ -446,10 +455,10 @@ def test_rows_do_not_recompile(device, has_kernel):
     if not has_kernel:
         pytest.skip("this part has no such kernel")
     _, _, fc, _ = inputs_for((128, 64), 256, 64, torch.bfloat16, device)
-    mlp._relu_squared_product(values((128, 64), torch.bfloat16, device), fc)
+    mlp._relu_squared_product(values((128, 64), torch.bfloat16, device), fc, torch.ones(128, device=device))
     compiled = len(mlp.product_kernel.device_caches[torch.cuda.current_device()][0])
     for rows in (129, 144, 4096, 70001):
-        mlp._relu_squared_product(values((rows, 64), torch.bfloat16, device), fc)
+        mlp._relu_squared_product(values((rows, 64), torch.bfloat16, device), fc, torch.ones(rows, device=device))
     assert len(mlp.product_kernel.device_caches[torch.cuda.current_device()][0]) == compiled
 
 

@@ -217,7 +217,7 @@ def test_divergence_ends_the_run(demo, tmp_path, value):
 def test_out_of_memory_says_what_to_lower(demo, tmp_path):
     folder = clone(tmp_path)
     source = (folder / "train.py").read_text()
-    forward = "x = x0 = self.embed("
+    forward = "x, update = self.embed("
     assert source.count(forward) == 1
     (folder / "train.py").write_text(source.replace(forward, 'raise torch.OutOfMemoryError("CUDA out of memory")\n        ' + forward))
     done = run(folder)
