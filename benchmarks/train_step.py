@@ -7,8 +7,8 @@
     flex     the same with the windows of the pattern by FlexAttention
     ours     train.py as it is
 
-Each runs in a process of its own, one after the other, `rounds` times in turns; the first round starts with empty caches (cold), the later
-ones with what it left (warm). Tokens are random; --loader measures with the prepared dataset's batches too (its context must be 2048).
+Each runs in a process of its own, one after the other, `rounds` times in turns; the first start with a batch is with empty caches (cold),
+later ones with what it left (warm). Tokens are random; --loader measures with the prepared dataset's batches too (context 2048).
 Prints a table, ratios first, and writes train_step.csv, train_step.png and train_step_kernels.csv, the GPU's time by kernel. Needs a GPU.
 
 Wall time is that of whole steps as train.py takes them, one synchronisation each: median, with the middle half as spread. GPU-busy is the
@@ -197,10 +197,9 @@ def child(variant, tokens, micro_batch, loader, steps, cache):
     return json.loads(lines[0][len("RESULT ") :])
 
 
-def merged(rounds):
-    """One row of a variant's rounds: medians; start-up of the first as cold, of the others as warm."""
+def merged(rounds, start_ups):
+    """One row of a variant's rounds: medians. start_ups: of all its processes with this batch, in their order; the first was cold."""
     row = {k: statistics.median([r[k] for r in rounds]) if isinstance(v, float) else v for k, v in rounds[0].items()}
-    start_ups = [r["start_up_s"] for r in rounds]
     del row["start_up_s"]
     return row | {"start_up_cold_s": start_ups[0], "start_up_warm_s": min(start_ups[1:], default=None), "rounds": len(rounds)}
 
@@ -277,22 +276,24 @@ def main():
                 for tokens, micro_batch in batches:
                     for loader in (False, True) if args.loader and n == args.rounds - 1 else (False,):
                         for variant in args.variants.split(","):
-                            done = child(variant, tokens, micro_batch, loader, args.steps, os.path.join(caches, variant))
+                            cache = os.path.join(caches, f"{variant}-{tokens}-{micro_batch}")
+                            done = child(variant, tokens, micro_batch, loader, args.steps, cache)
                             if done:
                                 r = done["result"]
                                 what = f"{variant} {tokens}/{micro_batch} {r['data']}"
                                 print(f"{what}: {r['wall_ms']:.1f} ms, start-up {r['start_up_s']:.0f} s, {r['attention']}", flush=True)
                                 with open(kept, "a") as f:
                                     f.write(json.dumps(done) + "\n")
-    results, kernels = {}, {}
+    results, start_ups, kernels = {}, {}, {}
     for done in map(json.loads, kept.read_text().splitlines()):
         r = done["result"]
         key = r["variant"], r["tokens"], r["micro_batch"], r["data"]
         results.setdefault(key, []).append(r)
+        start_ups.setdefault(key[:3], []).append(r["start_up_s"])
         if r["data"] == "random":
             kernels[key] = [{"variant": r["variant"], "tokens": r["tokens"], "micro_batch": r["micro_batch"], **k} for k in done["kernels"]]
     kernels = [k for of_one in kernels.values() for k in of_one]
-    rows = [merged(r) for r in results.values()]
+    rows = [merged(r, start_ups[key[:3]]) for key, r in results.items()]
     order = {v: i for i, v in enumerate(VARIANTS)}
     rows.sort(key=lambda r: (r["tokens"], r["data"] == "loader", order[r["variant"]]))
     print(table(rows))
