@@ -59,11 +59,7 @@ def train_and_evaluate(form, seed, steps, tokenizer, device):
     torch.manual_seed(seed)
     model.init_weights()
     model.choose_backends(train.DEVICE_BATCH_SIZE)
-    loss_of = model
-    if not ours:
-        compiled = torch.compile(train_step.upstream_loss, dynamic=False, fullgraph=True)
-        dtype = torch.float32 if form == "float32" else torch.bfloat16
-        loss_of = lambda x, y, reduction="mean": compiled(model, x, y, reduction, dtype)
+    loss_of = model if ours else train_step.upstream(model, torch.float32 if form == "float32" else torch.bfloat16)
     optimizer = model.setup_optimizer(
         train.UNEMBEDDING_LR, train.EMBEDDING_LR, train.MATRIX_LR, train.WEIGHT_DECAY, train.ADAM_BETAS, train.SCALAR_LR
     )

@@ -45,7 +45,7 @@ VOCABULARY = 8192
 # ---- one variant, in a process of its own --------------------------------------------------------------------------------------------
 
 
-def upstream_loss(model, idx, targets, reduction="mean", dtype=torch.bfloat16):
+def upstream_forward(model, idx, targets, reduction, dtype):
     """Upstream's forward pass on the parameters of `model`, in plain PyTorch, a product for each of q, k, v and the gates."""
     B, T = idx.shape
     norm = train.norm
@@ -64,7 +64,15 @@ def upstream_loss(model, idx, targets, reduction="mean", dtype=torch.bfloat16):
         x = x + block.mlp.c_proj(F.relu(block.mlp.c_fc(norm(x))).square())
     logits = model.lm_head(norm(x)).float()
     logits = 15 * torch.tanh(logits / 15)
+    if targets is None:
+        return logits
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
+
+
+def upstream(model, dtype=torch.bfloat16):
+    """Upstream's forward pass, compiled, as a function to be called as train.py's models are: (idx, targets=None, reduction="mean")."""
+    compiled = torch.compile(upstream_forward, dynamic=False, fullgraph=True)
+    return lambda idx, targets=None, reduction="mean": compiled(model, idx, targets, reduction, dtype)
 
 
 def build(variant, device, vocabulary=VOCABULARY):
@@ -75,8 +83,7 @@ def build(variant, device, vocabulary=VOCABULARY):
     if variant == "ours":
         train.compile_model(model, device)
         return model, model
-    compiled = torch.compile(upstream_loss, dynamic=False, fullgraph=True)
-    return model, lambda idx, targets, reduction="mean": compiled(model, idx, targets, reduction)
+    return model, upstream(model)
 
 
 def measure(variant, tokens, micro_batch, loader, steps, cache):

@@ -317,14 +317,14 @@ def relu_squared_ref(x):
 
 def gfx1151_cases():
     """What benchmarks/gfx1151_report.py compiles: flat tensors (one row), the halves of (rows, 2·2048), and rows with scales (mlp.py)."""
-    shapes = {"relu_squared": ("flat", "(rows, 2048), scales"), "silu": ("flat",)}
+    shapes = {"relu_squared": ("flat bf16", "(rows, 2048) bf16, scales"), "silu": ("flat bf16",)}
     for activation in ("relu_squared", "silu", "gelu", "gelu_tanh"):
-        for shape in shapes.get(activation, ("flat", "(rows, 2·2048)")):
+        for shape in shapes.get(activation, ("flat bf16", "(rows, 2·2048) bf16")):
             BLOCK, num_warps = block(2048)
             p, u = "*bf16", "constexpr" if activation == "relu_squared" else "*bf16"
             sizes = {"ACTIVATION": "constexpr", "BLOCK": "constexpr"}
             strides = ("stride_dy", "stride_g", "stride_u", "stride_dg", "stride_du")
-            common = {"options": {"num_warps": num_warps, "num_stages": 1}, "kind": "memory", "shape": f"{shape} bf16", "default": True,
+            common = {"options": {"num_warps": num_warps, "num_stages": 1}, "kind": "memory", "shape": shape, "default": True,
                       "multiples_of_16": ("n_cols", *strides)}
             values = {"ACTIVATION": activation, "BLOCK": BLOCK}
             s = "*fp32" if "scales" in shape else "constexpr"

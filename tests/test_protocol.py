@@ -216,6 +216,23 @@ def test_model_losses_and_gradients():
     assert {n: p.grad.norm().item() for n, p in model.named_parameters()} == pytest.approx(MODEL["grad_norm"], rel=1e-4)
 
 
+def test_the_benchmarks_reference_is_upstream(monkeypatch):
+    """What loss_curves.py and train_step.py compare with, which is evaluated as a run's model is."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import train_step
+
+    model, (x, y) = golden_model(), golden_batch()
+    reference = train_step.upstream(model, torch.float32)
+    with torch.compiler.set_stance("force_eager"):
+        loss = reference(x, y)
+        assert loss.item() == pytest.approx(MODEL["loss_mean"], abs=1e-5)
+        assert reference(x)[1, -1, :8].tolist() == pytest.approx(MODEL["logits_row1_last_head"], abs=1e-5)
+        loss.backward()
+        assert {n: p.grad.norm().item() for n, p in model.named_parameters()} == pytest.approx(MODEL["grad_norm"], rel=1e-4)
+        with torch.no_grad():
+            prepare.check_model(reference, x, y.clamp_min(0), reference(x, y.clamp_min(0), reduction="none"))
+
+
 def test_full_attention_ignores_the_windows(monkeypatch):
     """ "full" is the published port's recipe: another function than the windowed one, equal to a pattern of long windows."""
     x, y = golden_batch()
