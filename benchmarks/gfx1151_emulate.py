@@ -201,10 +201,10 @@ def cases():
         weight = _randn(24, width, scale=width**-0.5)
         yield case(norm_linear, f"add_norm_linear 5×{width}", norm_linear.add_norm_linear, norm_linear.add_norm_linear_ref,
                    _randn(5, width), _randn(5, width), weight)  # fmt: skip
-        yield case(norm_linear, f"residual_mix_norm_linear 5×{width}",  # the lambdas' gradients are residual_mix's, sums that cancel
-                   lambda x, x0, w: norm_linear.residual_mix_norm_linear(x, x0, *lambdas, w),
-                   lambda x, x0, w: norm_linear.residual_mix_norm_linear_ref(x, x0, *lambdas, w),
-                   _randn(5, width), _randn(5, width), weight)  # fmt: skip
+        yield case(norm_linear, f"residual_mix_norm_linear 5×{width}, update",  # the lambdas' gradients are residual_mix's, which cancel
+                   lambda x, x0, u, w: norm_linear.residual_mix_norm_linear(x, x0, *lambdas, w, update=u),
+                   lambda x, x0, u, w: norm_linear.residual_mix_norm_linear_ref(x, x0, *lambdas, w, update=u),
+                   _randn(5, width), _randn(5, width), _randn(5, width), weight)  # fmt: skip
         yield case(mlp, f"add_norm_mlp 5×{width}", mlp.add_norm_mlp, mlp.add_norm_mlp_ref,
                    _randn(5, width), _randn(5, width), _randn(48, width, scale=width**-0.5), _randn(24, 48, scale=0.15))  # fmt: skip
 
