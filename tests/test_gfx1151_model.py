@@ -77,7 +77,7 @@ def test_attention(counted):
 
 
 def test_bytes(counted):
-    """Kernels read and write each tensor once: x, x0, their mix and its norm, an update but in the first layer; of logits in place, both."""
+    """Kernels read and write each tensor once: x, x0, their mix and its norm, an update but in the first layer; logits in place, both."""
     ours = counted[0]
     mix = ours["fused kernels", "residual_mix_norm_kernel"]
     assert mix["launches"] == 4
