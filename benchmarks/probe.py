@@ -33,7 +33,7 @@ def one_line(error):
 
 
 def seconds_of(call, device, rounds=5):
-    """The median time of a call, after two that compile and tune. On a GPU that of its work, three calls at once, however Python launches."""
+    """The median time of a call, after two that compile and tune; on a GPU that of its work, three calls at once, not of launching it."""
     import torch
 
     for _ in range(2):

@@ -144,7 +144,8 @@ def start_local():
         except (Unreachable, Unknown):
             if done.returncode or time.monotonic() > until:
                 said = [" ".join(line.split()) for line in (done.stderr + done.stdout).splitlines() if line.strip()] or ["no output"]
-                why = next((line for line in said if "Error" in line), said[-1])
+                named = [line for line in said if re.match(r"[\w.]*(Error|Exception): ", line)]  # Ray shows pages of its logs before it
+                why = named[-1] if named else next((line for line in said if "Error" in line), said[-1])
                 raise Refusal(f"`ray start --head` failed: {why[:200]}", ENVIRONMENT) from None
             time.sleep(0.5)
     print(f"started Ray on this machine, {counted(count, 'GPU')}; venv/bin/ray stop ends it")

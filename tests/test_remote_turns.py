@@ -437,15 +437,24 @@ def test_without_ray_it_is_said_how_to_get_it(monkeypatch, tmp_path):
     assert refusal(cluster.find, "127.0.0.1") == "--on needs Ray in venv/: . ./env.sh && pip install 'ray[default]'"
 
 
-def test_ray_that_does_not_start(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "said, why",
+    [
+        (["Error: 8265 is taken", "more"], "Error: 8265 is taken"),
+        (["2026 ERROR services.py -- Error should be written to a log", "  Traceback", "ray.NotFoundError: no build", "more"],
+         "ray.NotFoundError: no build"),
+        (["2026 ERROR services.py -- Error should be written to a log"], "2026 ERROR services.py -- Error should be written to a log"),
+    ],
+)  # fmt: skip
+def test_ray_that_does_not_start(said, why, monkeypatch, tmp_path):
     python = tmp_path / "bin/python"
     python.parent.mkdir()
-    python.write_text("#!/bin/sh\necho 0\necho 'Error: 8265 is taken' >&2\necho more >&2\nexit 1\n")
+    python.write_text("#!/bin/sh\necho 0\ncat >&2 <<'END'\n" + "\n".join(said) + "\nEND\nexit 1\n")
     python.chmod(0o755)
     monkeypatch.setattr(cluster, "PYTHON", str(python))
     monkeypatch.setattr(cluster, "venv_without_spaces", lambda: str(tmp_path))
     monkeypatch.setattr(cluster, "LOCAL", "http://127.0.0.1:1")
-    assert refusal(cluster.start_local) == "`ray start --head` failed: Error: 8265 is taken"
+    assert refusal(cluster.start_local) == f"`ray start --head` failed: {why}"
 
 
 def test_a_venv_with_a_space_is_called_by_a_link(monkeypatch, tmp_path):
