@@ -82,17 +82,27 @@ def device():
 
 @pytest.fixture
 def poison_empty(monkeypatch):
-    """Every tensor that is allocated without being filled holds NaN, so that an element which no kernel writes shows."""
+    """Every tensor that is allocated without being filled holds NaN, so that an element which no kernel writes shows.
+
+    Behind those of less than a million elements lie as many numbers as a kernel's tile has, which must still be there at the end.
+    """
+    tile, guards = 2**14, []
 
     def poisoned(allocate):
         def wrapper(*args, **kwargs):
             t = allocate(*args, **kwargs)
-            return t.fill_(float("nan")) if t.is_floating_point() else t
+            if not t.is_floating_point() or not t.is_contiguous() or t.numel() > 10**6:
+                return t.fill_(float("nan")) if t.is_floating_point() else t
+            buffer = torch.full((t.numel() + tile,), 7.0, dtype=t.dtype, device=t.device)
+            guards.append(buffer[t.numel() :])
+            return buffer[: t.numel()].fill_(float("nan")).view(t.shape)
 
         return wrapper
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+    yield
+    assert all((guard == 7).all() for guard in guards), "a kernel wrote beyond the end of a tensor"
 
 
 @pytest.fixture(scope="session")

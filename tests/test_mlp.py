@@ -147,6 +147,25 @@ def test_definition(device):
     torch.testing.assert_close(add_norm_mlp(x, update, fc, proj, 1e-3)[1], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kernel", [True, False])
+def test_eps_and_rows_of_any_size(kernel, device, monkeypatch):
+    """Rows of zeros and from 1e-6 to 1e6, each as accurate as torch's, for an eps that shows in every gradient."""
+    if not kernel:
+        monkeypatch.setattr(mlp, "_programs", lambda device: 0)
+    x, update, fc, proj = inputs_for((130, 64), 128, 64, torch.bfloat16, device)
+    size = torch.logspace(-6, 6, 130, device=device)[:, None]
+    size[7] = 0
+    x, update = ((t * size).bfloat16() for t in (x, update))
+    with_eps = [lambda *t, f=f: f(*t, 0.5) for f in (add_norm_mlp, add_norm_mlp_ref)]
+    gradients = gradients_for((x, update, fc, proj))
+    gradients[0] = torch.zeros_like(gradients[0])
+    ours, low = (results(f, (x, update, fc, proj), gradients) for f in with_eps)
+    exact = results(with_eps[1], [t.double() for t in (x, update, fc, proj)], gradients)
+    for name, a, b, c in zip(NAMES, ours, low, exact):
+        errors = [(t.double() - c).norm(dim=-1) / c.norm(dim=-1).clamp_min(1e-30) for t in (a, b)]
+        assert errors[0].max() <= max(3 * errors[1].max(), 0.01), name
+
+
 # --- layout and dtypes ---------------------------------------------------------------------------------------------
 
 
@@ -307,7 +326,10 @@ def test_opcheck(device):
     weights = [w.t().contiguous().t() for w in inputs[2:]]
     for gradient, needs in ((None, (True, False, True)), (dh, (False, True, False))):
         torch.library.opcheck(mlp.add_norm_mlp_backward_op, (dy, gradient, h, a, rstd, *weights, 1e-6, *needs))
-    torch.library.opcheck(mlp.add_norm_mlp_op, (*(t.requires_grad_() for t in inputs), 1e-6, torch.bfloat16))
+    x, update, *weights = (t.requires_grad_() for t in inputs)
+    for dtypes in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        streams = (t.to(dtype) for t, dtype in zip((x, update), dtypes))
+        torch.library.opcheck(mlp.add_norm_mlp_op, (*streams, *weights, 1e-6, torch.bfloat16))
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -86,6 +86,12 @@ def test_strides(device):
     torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-4)
 
 
+def test_each_has_its_own_stride_beyond_the_first_tile(device):
+    x, x0, update, dmixed, dy = (values((40, n), torch.float32, device, n)[:, :96] for n in (96, 97, 113, 131, 150))
+    assert len(x) > module.tile(96)[0]
+    check(x, x0, *lambdas(device), (dmixed, dy), "", update)
+
+
 @pytest.mark.parametrize("used", [0, 1])
 def test_unused_outputs(used, device):
     inputs = [
@@ -151,6 +157,8 @@ def test_unsupported_input(device):
         ((x.half(), x.half(), *l, 1e-6, x), "update torch.float32.*an update's may be narrower"),
         ((x, x, *l, 1e-6, x[0]), "one shape"),
         ((x, x, *l, 1e-6, x.double()), "float64"),
+        ((x, x, *l, 1e-6, x.long()), "int64 is not supported"),
+        ((x, x, *l, 1e-6, x.to("meta")), "different devices"),
         ((x.double(), x.double(), *l), "float64"),
         ((x, x, l[0][None], l[1]), "0-D"),
         ((x[:, :0], x[:, :0], *l), "last dimension"),

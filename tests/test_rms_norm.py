@@ -48,8 +48,8 @@ def test_rms_norm(shape, weighted, dtype, device, poison_empty):
 def test_add_rms_norm(shape, weighted, device, poison_empty):
     x, residual, dsum, dy = (values(shape, torch.bfloat16, device, s) for s in range(4))
     weight = values(shape[-1:], torch.bfloat16, device, 5) if weighted else None
-    (h, _), _ = check(add_rms_norm, add_rms_norm_ref, [x, residual, weight], [dsum, dy])
-    assert torch.equal(h, x + residual)
+    (h, y), _ = check(add_rms_norm, add_rms_norm_ref, [x, residual, weight], [dsum, dy])
+    assert torch.equal(h, x + residual) and torch.equal(y, rms_norm(h, weight)), "the norm is that of the sum as stored"
 
 
 @pytest.mark.parametrize("weighted", [False, True])
