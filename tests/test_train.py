@@ -510,7 +510,7 @@ def test_fused_path_has_no_graph_breaks(monkeypatch):
     for _ in range(2):
         with machine.autocast(DEVICE):
             loss = model(x, y)
-        loss.backward()
+    loss.backward()
     assert len(compiled) == 4, "of six blocks: the first, whose x is x0, and three kinds"
 
 
