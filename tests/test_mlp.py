@@ -90,11 +90,12 @@ def test_fused(shape, hidden, out, device, launched, has_kernel, poison_empty):
         ((1, 8), 8, 8),
         ((70, 2), 16, 16),
         ((64,), 96, 64),
+        ((5, 16), 2100, 16),
     ],
     ids=str,
 )
 def test_not_fused(shape, hidden, out, dtype, device, launched, poison_empty):
-    """Too few rows, too narrow, rows that are no multiple of 128 bits, float32."""
+    """Too few rows, too narrow, rows that are no multiple of 128 bits, float32; a hidden row of two blocks."""
     inputs = inputs_for(shape, hidden, out, dtype, device)
     check(inputs, gradients_for(inputs), f"{shape} {hidden} {out}")
     assert launched == [False, False]
