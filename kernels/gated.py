@@ -328,7 +328,7 @@ def gfx1151_cases():
                       "multiples_of_16": ("n_cols", *strides)}
             values = {"ACTIVATION": activation, "BLOCK": BLOCK}
             s = "*fp32" if "scales" in shape else "constexpr"
-            absent = {**({"U": None} if u == "constexpr" else {}), **({"S": None} if s == "constexpr" else {})}
+            absent = {name: None for name, kind in (("U", u), ("S", s)) if kind == "constexpr"}
             yield {"name": activation, "kernel": gated_kernel, "constexprs": {**absent, **values}, **common,
                    "signature": {"G": p, "U": u, "S": s, "Y": p, "n_cols": "i32", "n_blocks": "i32", "stride_g": "i32",
                                  "stride_u": "i32", **sizes}}

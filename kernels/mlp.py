@@ -20,13 +20,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ._common import BACKEND, INTERPRETED, forbid_double_backward, require_device, require_float
+from ._common import BACKEND, INTERPRETED, forbid_double_backward
 from ._ops import add_op_namespace_prefix
 from .attention import _dot
 from .gated import _backward as _activation_backward
 from .gated import _forward as _activation_forward
 from .linear import compute_dtype, rows, weight_gradient
-from .norm_linear import EPS, MAX_TILE_WIDTH, add_norm_linear_ref
+from .norm_linear import EPS, add_norm_linear_ref, check_sum
 from .rms_norm import add_rstd, rms_norm_backward_op
 
 # A program makes tiles of 128 × 256, stored in two halves; the loop over tiles is flattened into that over K, so that the next tile's
@@ -137,8 +137,8 @@ def add_norm_mlp_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """h, y, and what the backward needs: a and rstd."""
     h, rstd = add_rstd(x, update, eps)
-    a = _relu_squared_product(h.to(dtype), fc.to(dtype).contiguous(), rstd)
-    return h.view(x.shape), torch.mm(a, proj.to(dtype).t()).view(*x.shape[:-1], proj.shape[0]), a, rstd
+    a = _relu_squared_product(rows(h).to(dtype), fc.to(dtype).contiguous(), rstd)
+    return h, torch.mm(a, proj.to(dtype).t()).view(*x.shape[:-1], proj.shape[0]), a, rstd
 
 
 @add_norm_mlp_op.register_fake
@@ -205,11 +205,7 @@ def add_norm_mlp(x, update, fc, proj, eps=EPS):
     it, because their squares overflow (`add_norm_linear` and `relu_squared` take float16).
     """
     name = "add_norm_mlp"
-    require_float(name, x, update, fc, proj)
-    require_device(name, x, update, fc, proj)
-    if x.shape != update.shape or x.ndim == 0 or not 1 <= x.shape[-1] <= MAX_TILE_WIDTH:
-        shapes = f"{tuple(x.shape)} and {tuple(update.shape)}"
-        raise ValueError(f"{name}: shapes {shapes}; need one shape (..., N), N from 1 to {MAX_TILE_WIDTH}")
+    check_sum(name, x, update, fc, proj)
     if fc.ndim != 2 or proj.ndim != 2 or fc.shape[1] != x.shape[-1] or proj.shape[1] != fc.shape[0]:
         raise ValueError(f"{name}: fc {tuple(fc.shape)}, proj {tuple(proj.shape)}; need (hidden, {x.shape[-1]}) and (out, hidden)")
     dtype = compute_dtype(x.device, torch.promote_types(x.dtype, update.dtype))

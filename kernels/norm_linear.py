@@ -14,9 +14,7 @@ from torch import Tensor
 from ._common import forbid_double_backward, require_device, require_float
 from ._ops import add_op_namespace_prefix
 from .linear import compute_dtype, rows, weight_gradient
-from .residual_mix import check as check_mix
-from .residual_mix import gradients as mix_gradients
-from .residual_mix import residual_mix_norm_backward_op, residual_mix_norm_op, residual_mix_norm_ref
+from .residual_mix import check_mix, mix_gradients, residual_mix_norm_backward_op, residual_mix_norm_op, residual_mix_norm_ref
 from .rms_norm import MAX_TILE_WIDTH, add_rms_norm_op, add_rms_norm_ref, rms_norm_backward_op, rms_norm_op
 
 EPS = torch.finfo(torch.float32).eps
@@ -139,6 +137,15 @@ def _backward_mix(ctx, dh, dy):
 residual_mix_norm_linear_op.register_autograd(_backward_mix, setup_context=_save_mix)
 
 
+def check_sum(name, x, update, *weights):
+    """ValueError unless x and update can be added, and weights are floats on their device."""
+    require_float(name, x, update, *weights)
+    require_device(name, x, update, *weights)
+    if x.shape != update.shape or x.ndim == 0 or not 1 <= x.shape[-1] <= MAX_TILE_WIDTH:
+        shapes = f"{tuple(x.shape)} and {tuple(update.shape)}"
+        raise ValueError(f"{name}: shapes {shapes}; need one shape (..., N), N from 1 to {MAX_TILE_WIDTH}")
+
+
 def _check_weight(name, x, weight):
     require_float(name, weight)
     require_device(name, x, weight)
@@ -152,13 +159,8 @@ def add_norm_linear(x, update, weight, eps=EPS):
     x, update: (..., N), N ≤ 8,192, one shape, float32, float16 or bfloat16; weight: (out, N), of any of these dtypes, used in that of the
     product, which is h's or autocast's. Once differentiable in all three. ValueError for anything else.
     """
-    name = "add_norm_linear"
-    require_float(name, x, update)
-    require_device(name, x, update)
-    if x.shape != update.shape or x.ndim == 0 or not 1 <= x.shape[-1] <= MAX_TILE_WIDTH:
-        shapes = f"{tuple(x.shape)} and {tuple(update.shape)}"
-        raise ValueError(f"{name}: shapes {shapes}; need one shape (..., N), N from 1 to {MAX_TILE_WIDTH}")
-    _check_weight(name, x, weight)
+    check_sum("add_norm_linear", x, update)
+    _check_weight("add_norm_linear", x, weight)
     return add_norm_linear_op(x, update, weight, float(eps), compute_dtype(x.device, torch.promote_types(x.dtype, update.dtype)))
 
 

@@ -148,7 +148,7 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)  # an unused output must not cost a tensor of zeros
 
 
-def gradients(dx, dx0, dlambdas, needs, update, resid_lambda, x0_lambda):
+def mix_gradients(dx, dx0, dlambdas, needs, update, resid_lambda, x0_lambda):
     """What autograd is given for x, update, x0 and both lambdas, of which `needs` says whether they want one."""
     return (
         dx if needs[0] else None,
@@ -165,13 +165,13 @@ def _backward_residual_mix_norm(ctx, dmixed, dy):
     dx, dx0, dlambdas, _ = residual_mix_norm_backward_op(
         dmixed, dy, x, update, x0, resid_lambda, x0_lambda, ctx.eps, needs[0] or needs[1], needs[2], needs[3] or needs[4]
     )
-    return *gradients(dx, dx0, dlambdas, needs, update, resid_lambda, x0_lambda), None
+    return *mix_gradients(dx, dx0, dlambdas, needs, update, resid_lambda, x0_lambda), None
 
 
 residual_mix_norm_op.register_autograd(_backward_residual_mix_norm, setup_context=_save)
 
 
-def check(name, x, update, x0, *lambdas):
+def check_mix(name, x, update, x0, *lambdas):
     """ValueError where the streams and lambdas don't fit together."""
     streams = [t for t in (x, update, x0) if t is not None]
     require_float(name, *streams, *lambdas)
@@ -192,7 +192,7 @@ def residual_mix_norm(x, x0, resid_lambda, x0_lambda, eps=EPS, update=None):
     wider; resid_lambda, x0_lambda: 0-D tensors on the same device, float32 as a rule, that promote nothing. Once differentiable in all.
     ValueError for anything else.
     """
-    check("residual_mix_norm", x, update, x0, resid_lambda, x0_lambda)
+    check_mix("residual_mix_norm", x, update, x0, resid_lambda, x0_lambda)
     return residual_mix_norm_op(x, update, x0, resid_lambda, x0_lambda, float(eps))
 
 

@@ -188,39 +188,31 @@ def _programs(device, num_warps):
     return torch.cuda.get_device_properties(device).multi_processor_count * max(1, 32 // num_warps)
 
 
-def _forward(x, residual, weight, eps):
-    y = torch.empty(x.shape, dtype=x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype), device=x.device)
-    h = None if residual is None else torch.empty_like(y)
+def _forward(x, residual, weight, eps, rstd_alone=False):
+    """The norm, or rstd_alone (N ≤ 8,192) what it multiplies each row by, (rows,) float32; and the sum if there is a residual."""
+    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    h = None if residual is None else torch.empty(x.shape, dtype=dtype, device=x.device)
+    y = None if rstd_alone else torch.empty(x.shape, dtype=dtype, device=x.device)
     N = x.shape[-1]
     ROWS, BLOCK, num_warps = tile(N)
     x = as_rows(x, ROWS)
     r = None if residual is None else as_rows(residual, ROWS)
     n_rows = x.shape[0]
+    rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device) if rstd_alone else None
     if n_rows:
         strides = x.stride(0), 0 if r is None else r.stride(0)
         with torch.cuda.device_of(x):
             if N <= MAX_TILE_WIDTH:
                 grid = (triton.cdiv(n_rows, ROWS),)
-                rms_norm_kernel[grid](x, r, weight, h, y, None, n_rows, *strides, eps, N, ROWS, BLOCK, num_warps=num_warps, num_stages=1)
+                rms_norm_kernel[grid](x, r, weight, h, y, rstd, n_rows, *strides, eps, N, ROWS, BLOCK, num_warps=num_warps, num_stages=1)
             else:
                 rms_norm_wide_kernel[(n_rows,)](x, r, weight, h, y, *strides, eps, N, BLOCK, num_warps=num_warps, num_stages=1)
-    return y, h
+    return rstd if rstd_alone else y, h
 
 
 def add_rstd(x, residual, eps):
-    """`h = x + residual`, (rows, N) of their wider dtype, and the norm's rstd (rows,), float32; N ≤ 8,192. For within an operation."""
-    N = x.shape[-1]
-    ROWS, BLOCK, num_warps = tile(N)
-    x, residual = as_rows(x, ROWS), as_rows(residual, ROWS)
-    n_rows = x.shape[0]
-    h = torch.empty((n_rows, N), dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
-    rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
-    if n_rows:
-        with torch.cuda.device_of(x):
-            rms_norm_kernel[(triton.cdiv(n_rows, ROWS),)](
-                x, residual, None, h, None, rstd, n_rows, x.stride(0), residual.stride(0), eps, N, ROWS, BLOCK,
-                num_warps=num_warps, num_stages=1,
-            )
+    """`h = x + residual`, of their wider dtype, and its norm's rstd (rows,), float32; N ≤ 8,192. For within an operation."""
+    rstd, h = _forward(x, residual, None, eps, rstd_alone=True)
     return h, rstd
 
 
