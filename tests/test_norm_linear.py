@@ -237,6 +237,8 @@ def test_unsupported_input(device):
         (lambda: residual_mix_norm_linear(x, x, *l, weight[:, :7]), "need"),
         (lambda: residual_mix_norm_linear(x[:, :0], x[:, :0], *l, weight[:, :0]), "must be 1 to"),
         (lambda: residual_mix_norm_linear(x, x, *l, weight, update=x[:2]), "one shape"),
+        (lambda: add_norm_linear(x, x, weight.to("meta")), "different devices"),
+        (lambda: residual_mix_norm_linear(x, x, *l, weight.to("meta")), "different devices"),
     ]:
         with pytest.raises(ValueError, match=message):
             call()

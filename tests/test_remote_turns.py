@@ -441,8 +441,8 @@ def test_without_ray_it_is_said_how_to_get_it(monkeypatch, tmp_path):
     "said, why",
     [
         (["Error: 8265 is taken", "more"], "Error: 8265 is taken"),
-        (["2026 ERROR services.py -- Error should be written to a log", "  Traceback", "ray.NotFoundError: no build", "more"],
-         "ray.NotFoundError: no build"),
+        (["2026 ERROR services.py -- Error should be written to a log", "OSError: before", "  Traceback", "ray.NotFoundError: no build",
+          "more"], "ray.NotFoundError: no build"),
         (["2026 ERROR services.py -- Error should be written to a log"], "2026 ERROR services.py -- Error should be written to a log"),
     ],
 )  # fmt: skip

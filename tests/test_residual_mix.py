@@ -162,6 +162,7 @@ def test_unsupported_input(device):
         ((x.double(), x.double(), *l), "float64"),
         ((x, x, l[0][None], l[1]), "0-D"),
         ((x[:, :0], x[:, :0], *l), "last dimension"),
+        ((x[0, 0], x[0, 0], *l), "last dimension"),
         ((torch.zeros(1, 8193, device=device),) * 2 + l, "8193"),
     ]:
         with pytest.raises(ValueError, match=message):
