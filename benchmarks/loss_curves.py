@@ -2,6 +2,7 @@
 
     python benchmarks/loss_curves.py [--steps 200] [--seeds 3] [--out benchmarks]        (about six minutes on an H200)
     python benchmarks/loss_curves.py --forms ours; … --forms recipe; … --report          (the same in several processes)
+    python benchmarks/loss_curves.py --runs 700                       (whole runs, of about a minute each: eight minutes)
 
     float32   upstream's forward pass in plain PyTorch, everything in float32 but the embeddings' parameters: the reference
     recipe    the same in bfloat16 with the windows by FlexAttention, compiled
@@ -15,13 +16,20 @@ program part ways there by more than 0.1.
 The float32 reference runs with the first seed alone, because it is slow. Prints the largest difference of the smoothed losses (an
 exponential mean over some 20 steps) and val_bpb after the last step, with the spread over the seeds, and writes loss_curves.csv and
 loss_curves.png. Needs a GPU and a dataset.
+
+--runs N is the same question asked of whole runs of train.py, evaluation included: as it is, and with FUSED = False and the windows by
+FlexAttention, in turns, with each seed. Their schedules go by steps instead of seconds and end after N, so that the faster form gains
+nothing by its speed. Writes loss_runs.csv.
 """
 
 import argparse
 import csv
 import json
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -86,14 +94,59 @@ def train_and_evaluate(form, seed, steps, tokenizer, device):
     return [loss.item() for loss in curve], val_bpb, time.time() - started
 
 
+def edited(source, *edits):
+    """train.py's source with each (old, new) put in; every old is there once."""
+    for old, new in edits:
+        if source.count(old) != 1:
+            sys.exit(f"loss_curves.py: train.py has {old!r} {source.count(old)} times; this benchmark needs it once")
+        source = source.replace(old, new)
+    return source
+
+
+def whole_run(form, seed, steps):
+    """The summary of a run of train.py, key by key."""
+    edits = [("seconds += elapsed", f"seconds += TIME_BUDGET / {steps - prepare.WARMUP_STEPS}")]
+    if form == "recipe":
+        edits += [("FUSED = kernels is not None and", "FUSED = False and"), ('ATTENTION = "auto"', 'ATTENTION = "flex"')]
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "train.py")
+        script.write_text(edited((HERE.parent / "train.py").read_text(), *edits))
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
+        environment |= {"AUTORESEARCH_SEED": str(seed)}
+        done = subprocess.run([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"loss_curves.py: {form} with seed {seed} ended with {done.returncode}: {done.stdout[-1000:]}")
+    summary = done.stdout.split("\n---\n")[1]
+    return {key: value.strip() for key, _, value in (line.partition(":") for line in summary.splitlines())}
+
+
+def whole_runs(steps, seeds, out):
+    keys = ("val_bpb", "num_steps", "peak_vram_mb", "eval_seconds", "total_seconds", "device", "torch")
+    rows = []
+    for seed in range(42, 42 + seeds):
+        for form in ("recipe", "ours"):
+            summary = whole_run(form, seed, steps)
+            rows.append([form, seed, *(summary[key] for key in keys)])
+            print(*(f"{key} {value}" for key, value in zip(("form", "seed", *keys), rows[-1])), sep=", ", flush=True)
+            with open(out / "loss_runs.csv", "w", newline="") as f:
+                csv.writer(f, lineterminator="\n").writerows([["form", "seed", *keys], *rows])
+    for form in ("recipe", "ours"):
+        values = [float(row[2]) for row in rows if row[0] == form]
+        spread = f", deviation {statistics.stdev(values):.6f} over {len(values)} seeds" if len(values) > 1 else ""
+        print(f"{form}: val_bpb {statistics.mean(values):.6f}{spread}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--forms", default=",".join(FORMS))
     parser.add_argument("--report", action="store_true", help="compare what earlier calls left in --out")
+    parser.add_argument("--runs", type=int, metavar="N", help="whole runs of N steps")
     parser.add_argument("--out", type=Path, default=HERE)
     args = parser.parse_args()
+    if args.runs:
+        return whole_runs(args.runs, args.seeds, args.out)
     if not args.report:
         if not torch.cuda.is_available():
             sys.exit("loss_curves.py: needs a GPU that torch can use")
