@@ -1,6 +1,6 @@
 """Does the fused path learn the same? Loss against step, and val_bpb, of three forms of one model on the same data.
 
-    python benchmarks/loss_curves.py [--steps 200] [--seeds 3] [--out benchmarks]        (about six minutes on an H200)
+    python benchmarks/loss_curves.py [--steps 200] [--seeds 3] [--out benchmarks]        (about ten minutes on an H200)
     python benchmarks/loss_curves.py --forms ours; … --forms recipe; … --report          (the same in several processes)
     python benchmarks/loss_curves.py --runs 700                       (whole runs, of about a minute each: eight minutes)
 
@@ -13,9 +13,13 @@ learning rate; but the rates of the residual lambdas are zero for the first 10 s
 their gradient is zero in exact arithmetic, and what Adam makes full steps of is the sign of rounding errors: two runs of one and the same
 program part ways there by more than 0.1.
 
-The float32 reference runs with the first seed alone, because it is slow. Prints the largest difference of the smoothed losses (an
-exponential mean over some 20 steps) and val_bpb after the last step, with the spread over the seeds, and writes loss_curves.csv and
-loss_curves.png. Needs a GPU and a dataset.
+Training still amplifies what differs by a rounding: so the two in bfloat16 run twice with each seed, the second time from matrices of which
+each element is another by some 10⁻⁵ of itself, a 400th of bfloat16's step. How far such twins part is how far two right programs may. The
+float32 reference runs once, with the first seed, because it is slow.
+
+Prints the largest difference of the smoothed losses (an exponential mean over some 20 steps) between the forms, between twins, and between
+the means over all runs, and val_bpb after the last step with its spread; writes loss_curves.csv and loss_curves.png. Needs a GPU and a
+dataset.
 
 --runs N is the same question asked of whole runs of train.py, evaluation included: as it is, and with FUSED = False and the windows by
 FlexAttention, in turns, with each seed. Their schedules go by steps instead of seconds and end after N, so that the faster form gains
@@ -24,6 +28,7 @@ nothing by its speed. Writes loss_runs.csv.
 
 import argparse
 import csv
+import itertools
 import json
 import os
 import statistics
@@ -54,7 +59,7 @@ def smoothed(losses, keep=0.95):
     return result
 
 
-def train_and_evaluate(form, seed, steps, tokenizer, device):
+def train_and_evaluate(form, seed, steps, tokenizer, device, twin=False):
     """(losses, val_bpb, seconds)."""
     started = time.time()
     ours = form == "ours"
@@ -66,6 +71,10 @@ def train_and_evaluate(form, seed, steps, tokenizer, device):
     model = train.GPT(train.model_config(tokenizer.get_vocab_size())).to(device)
     torch.manual_seed(seed)
     model.init_weights()
+    if twin:
+        with torch.no_grad():
+            for p in model.transformer.h.parameters():
+                p.mul_(1 + 1e-5 * torch.randn_like(p))
     model.choose_backends(train.DEVICE_BATCH_SIZE)
     loss_of = model if ours else train_step.upstream(model, torch.float32 if form == "float32" else torch.bfloat16)
     optimizer = model.setup_optimizer(
@@ -131,9 +140,7 @@ def whole_runs(steps, seeds, out):
             with open(out / "loss_runs.csv", "w", newline="") as f:
                 csv.writer(f, lineterminator="\n").writerows([["form", "seed", *keys], *rows])
     for form in ("recipe", "ours"):
-        values = [float(row[2]) for row in rows if row[0] == form]
-        spread = f", deviation {statistics.stdev(values):.6f} over {len(values)} seeds" if len(values) > 1 else ""
-        print(f"{form}: val_bpb {statistics.mean(values):.6f}{spread}")
+        summarize(form, [float(row[2]) for row in rows if row[0] == form])
 
 
 def main():
@@ -154,53 +161,73 @@ def main():
         machine.keep_compiled()
         tokenizer = prepare.Tokenizer.from_directory()
         for form in args.forms.split(","):
-            for seed in range(42, 42 + (1 if form == "float32" else args.seeds)):
-                curve, val_bpb, seconds = train_and_evaluate(form, seed, args.steps, tokenizer, device)
-                print(f"{form} seed {seed}: smoothed loss {smoothed(curve)[-1]:.5f}, val_bpb {val_bpb:.6f}, {seconds:.0f} s", flush=True)
-                (args.out / f"loss_curve_{form}_{seed}.json").write_text(json.dumps({"losses": curve, "val_bpb": val_bpb}))
+            for seed in [42] if form == "float32" else range(42, 42 + args.seeds):
+                for twin in (False,) if form == "float32" else (False, True):
+                    name = f"{form} {seed}{' twin' if twin else ''}"
+                    curve, val_bpb, seconds = train_and_evaluate(form, seed, args.steps, tokenizer, device, twin)
+                    print(f"{name}: smoothed loss {smoothed(curve)[-1]:.5f}, val_bpb {val_bpb:.6f}, {seconds:.0f} s", flush=True)
+                    (args.out / f"loss_curve {name}.json").write_text(json.dumps({"losses": curve, "val_bpb": val_bpb}))
         if set(args.forms.split(",")) != set(FORMS):
             return
-    curves, bpb = {}, {}
-    for form in FORMS:
-        for path in sorted(args.out.glob(f"loss_curve_{form}_*.json")):
-            kept, name = json.loads(path.read_text()), (form, int(path.stem.split("_")[-1]))
-            curves[name], bpb[name] = kept["losses"], kept["val_bpb"]
-            path.unlink()
+    report(args.out)
+
+
+def report(out):
+    curves, smooth, bpb = {}, {}, {}  # by name: "ours 42", "ours 42 twin"
+    for path in sorted(out.glob("loss_curve *.json"), key=lambda path: FORMS.index(path.stem.split()[1])):
+        kept, name = json.loads(path.read_text()), path.stem.removeprefix("loss_curve ")
+        curves[name], bpb[name] = kept["losses"], kept["val_bpb"]
+        smooth[name] = smoothed(curves[name])
+        path.unlink()
     names = list(curves)
-    first = [name for name in names if name[1] == 42]
-    for i, a in enumerate(first):
-        for b in first[i + 1 :]:
-            differences = [abs(p - q) for p, q in zip(smoothed(curves[a]), smoothed(curves[b]))]
-            late = max(differences[len(differences) // 4 :])
-            print(f"{a[0]} and {b[0]}: smoothed losses differ by {max(differences):.5f} at most, {late:.5f} after a quarter of the steps, "
-                  f"{differences[-1]:.5f} at the end; val_bpb by {abs(bpb[a] - bpb[b]):.6f}")  # fmt: skip
-    for form in dict.fromkeys(form for form, _ in names):
-        values = [bpb[name] for name in names if name[0] == form]
-        spread = f", deviation {statistics.stdev(values):.6f} over {len(values)} seeds" if len(values) > 1 else ""
-        print(f"{form}: val_bpb {statistics.mean(values):.6f}{spread}")
-    with open(args.out / "loss_curves.csv", "w", newline="") as f:
+    pairs = list(itertools.combinations((name for name in names if name.split()[1:] == ["42"]), 2))
+    pairs += [(name, name + " twin") for name in names if name + " twin" in names]
+    for a, b in pairs:
+        differences = [abs(p - q) for p, q in zip(smooth[a], smooth[b])]
+        print(f"{a} and {b}: smoothed losses differ by {max(differences):.5f} at most, {statistics.mean(differences):.5f} in the mean, "
+              f"{differences[-1]:.5f} at the end; val_bpb by {abs(bpb[a] - bpb[b]):.6f}")  # fmt: skip
+    runs = {form: [name for name in names if name.split()[0] == form] for form in FORMS}
+    if len(runs["recipe"]) > 1 and len(runs["ours"]) > 1:
+        means = [[statistics.mean(at) for at in zip(*(smooth[name] for name in runs[form]))] for form in ("recipe", "ours")]
+        differences = [b - a for a, b in zip(*means)]
+        print(f"ours - recipe, means over {len(runs['ours'])} runs: smoothed losses differ by {max(map(abs, differences)):.5f} at most, "
+              f"{statistics.mean(differences):+.5f} in the mean, {differences[-1]:+.5f} at the end")  # fmt: skip
+    for form in FORMS:
+        summarize(form, [bpb[name] for name in runs[form]])
+    with open(out / "loss_curves.csv", "w", newline="") as f:
         writer = csv.writer(f, lineterminator="\n")
-        writer.writerow(["step", *(f"{form} {seed}" for form, seed in names)])
+        writer.writerow(["step", *names])
         most = max(len(curve) for curve in curves.values())
         writer.writerows([i, *(f"{c[i]:.6f}" if i < len(c) else "" for c in curves.values())] for i in range(most))
         writer.writerow(["val_bpb", *(f"{bpb[name]:.6f}" for name in names)])
-    draw(curves, names, args.out / "loss_curves.png")
+    draw(smooth, names, out / "loss_curves.png")
 
 
-def draw(curves, names, path):
+def summarize(form, values):
+    spread = f", deviation {statistics.stdev(values):.6f} over {len(values)} runs" if len(values) > 1 else ""
+    if values:
+        print(f"{form}: val_bpb {statistics.mean(values):.6f}{spread}")
+
+
+def draw(smooth, names, path):
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4))
-    for (form, color), style in zip(dict(float32="#000000", recipe="#0072B2", ours="#D55E00").items(), ("-", "--", ":")):
-        for n, name in enumerate(name for name in names if name[0] == form):
-            axes[0].plot(smoothed(curves[name]), style, color=color, lw=1, label=form if n == 0 else None)
-    reference = next((name for name in names if name[0] == "float32"), names[0])
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4))
+    colors = dict(float32="#000000", recipe="#0072B2", ours="#D55E00")
     for name in names:
-        if name[1] == reference[1] and name != reference:
-            axes[1].plot([a - b for a, b in zip(smoothed(curves[name]), smoothed(curves[reference]))], label=f"{name[0]} − {reference[0]}")
+        form = name.split()[0]
+        axes[0].plot(smooth[name], color=colors[form], lw=1, label=form if name == f"{form} 42" else None)
+        for other, color, label in (
+            (f"{name} twin", "#999999", "twin − twin"),
+            (name.replace("recipe", "ours"), colors["ours"], "ours − recipe"),
+            (name.replace("float32", "ours"), "#000000", "ours − float32"),
+        ):
+            if other != name and other in names:
+                difference = [a - b for a, b in zip(smooth[other], smooth[name])]
+                axes[1].plot(difference, color=color, lw=1, label=label if label not in axes[1].get_legend_handles_labels()[1] else None)
     axes[0].set(xlabel="step", ylabel="smoothed loss, nats")
     axes[1].set(xlabel="step", ylabel="difference, nats")
     for axis in axes:
