@@ -492,6 +492,49 @@ def test_fused_and_plain_agree(monkeypatch):
         assert error <= max(3 * allowed, 1e-4), n
 
 
+def test_fused_bfloat16_gradients_are_as_exact_as_plain_ones(monkeypatch):
+    """The whole model's, against float64's: no more error than plain PyTorch's in bfloat16, and none that makes them all longer or shorter.
+
+    What each operation's own test allows, twice or three times torch's error, would add up to a run that learns more slowly.
+    """
+
+    def model():
+        model = small_model(DEVICE, **SMALL)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if p.dim() == 2 and ((p == 0).all() or name == "lm_head.weight"):
+                    p.copy_(torch.randn(p.shape, generator=generator) * (0.3 if name == "lm_head.weight" else 0.05))
+            model.transformer.wte.bfloat16(), model.value_embeds.bfloat16()  # as on a GPU
+        return model
+
+    def gradients(model, x, y, dtype):
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            model(x, y).backward()
+        return {n: p.grad.double() for n, p in model.named_parameters()}
+
+    x, y = some_tokens(DEVICE, T=SMALL["sequence_len"])
+    monkeypatch.setattr(train, "FUSED", False)
+    monkeypatch.setattr(train, "ATTENTION", "sdpa")
+    reference = model().double()
+    reference.cos, reference.sin = reference.cos.double(), reference.sin.double()
+    exact = gradients(reference, x, y, torch.float64)
+    plain = gradients(model(), x, y, torch.bfloat16)
+    monkeypatch.setattr(train, "FUSED", True)
+    monkeypatch.setattr(train, "ATTENTION", "kernels")
+    ours = gradients(model(), x, y, torch.bfloat16)
+    errors, along = [], []
+    for n, g in exact.items():
+        mine, theirs = (other[n] - g for other in (ours, plain))
+        errors.append(((mine.norm() / g.norm()).item(), (theirs.norm() / g.norm()).item()))
+        assert errors[-1][0] <= 1.5 * errors[-1][1], (n, errors[-1])
+        if g.numel() > 1000:  # a handful of numbers leans somewhere by chance
+            along.append(((mine * g).sum() / g.square().sum()).item())
+    mine, theirs = (sum(e) for e in zip(*errors))
+    assert mine <= 1.1 * theirs
+    assert abs(sum(along) / len(along)) <= 1.5e-3
+
+
 def test_fused_path_has_no_graph_breaks(monkeypatch):
     """Each block is one graph, and blocks of a kind share theirs: with a value embedding or without, short window or whole context."""
     monkeypatch.setattr(train, "FUSED", True)
