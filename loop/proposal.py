@@ -83,6 +83,7 @@ def meddling(tree, base=None):
             modules |= {a.asname or a.name: a.name for a in node.names if a.name in FIXED}
         elif isinstance(node, ast.ImportFrom) and node.module in FIXED and any(a.name == "*" for a in node.names):
             found.append((f"imports * from {node.module}", node.lineno))  # then what it changes can't be told
+    read_from = {node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)}  # prepare in prepare.x
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
         if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
@@ -93,17 +94,20 @@ def meddling(tree, base=None):
                 found.append((f"changes {modules[root.id]}{ast.unparse(node)[len(root.id) :]}", line))
         elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load) and node.id in {**names, **modules}:
             found.append((f"changes {names.get(node.id) or modules[node.id]}", line))
+        elif isinstance(node, ast.Name) and node.id in modules and node not in read_from:
+            found.append((f"hands on {modules[node.id]}", line))  # to setattr, vars or another name, where what it changes can't be told
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in names:
             found.append((f"replaces {names[node.name]}", line))
         elif isinstance(node, ast.arg) and node.arg in names:
             found.append((f"hides {names[node.arg]}", line))
         elif isinstance(node, ast.Call):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            first = node.args[0] if node.args else None
-            if called in ("setattr", "delattr", "vars") and isinstance(first, ast.Name) and first.id in modules:
-                found.append((f"changes {modules[first.id]}", line))
-            elif called in ("manual_seed", "manual_seed_all"):
+            if called in ("manual_seed", "manual_seed_all"):
                 found.append(("sets a seed", line))
+            elif called in ("__import__", "import_module"):
+                found.append(("imports by name", line))
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.modules":
+            found.append(("uses sys.modules", line))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch("AUTORESEARCH_[A-Z_]+", node.value):
             found.append((f"uses {node.value}", line))
     return found

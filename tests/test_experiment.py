@@ -233,6 +233,10 @@ def test_what_try_refuses(series):
         "changes prepare.__dict__['TIME_BUDGET']": before.replace(
             "import os\n", "import os, prepare\nprepare.__dict__['TIME_BUDGET'] = 9\n"
         ),
+        "hands on prepare": before.replace("import os\n", "import os, prepare\np = prepare\np.TIME_BUDGET = 9\n"),
+        "hands on prepare ": before.replace("import os\n", "import os, prepare\nsetattr(prepare, 'TIME_BUDGET', 9)\n"),
+        "imports by name": before.replace("import os\n", "import os\n__import__('prepare').TIME_BUDGET = 9\n"),
+        "uses sys.modules": before.replace("import os\n", "import os, sys\nsys.modules['prepare'].TIME_BUDGET = 9\n"),
         "replaces prepare.evaluate_bpb": before.replace(
             "import os\n", "import os\nfrom prepare import evaluate_bpb\n\ndef evaluate_bpb():\n    pass\n"
         ),
