@@ -440,13 +440,14 @@ def describe(series, running):
 
 
 def finished_lately(series):
-    """How many runs of the series ended in the last hour."""
+    """How many runs of the series ended in the last hour with a row: neither stopped nor the machine's fault."""
+    recorded = {series.number(row) for row in series.rows}
     count, now = 0, time.time()
     for line in reversed(series.tried):
         with contextlib.suppress(FileNotFoundError):  # it is under way
             if now - os.stat(run_file(line["number"], "outcome.json")).st_mtime > 3600:
                 break
-            count += 1
+            count += line["number"] in recorded
     return count
 
 

@@ -635,6 +635,7 @@ def test_stop(series):
     output = series.call("stop", "--now", code=4)
     assert "STOPPED run 3" in output and "train.py is as it was: try it again" in output
     assert len(series.rows) == 2 and series.is_clean() is False and series.best_value() == 1.9
+    assert json.loads(series.call("status", "--json"))["finished_last_hour"] == 2, "what was stopped is no experiment"
 
 
 # ---- the ledger ----------------------------------------------------------------------------------------------------------------
