@@ -55,7 +55,9 @@ class GPTConfig:
 
 
 def norm(x):
-    return kernels.rms_norm(x, eps=torch.finfo(torch.float32).eps) if FUSED else F.rms_norm(x, (x.size(-1),))
+    if FUSED:
+        return kernels.rms_norm(x, eps=torch.finfo(torch.float32).eps)
+    return F.rms_norm(x, (x.size(-1),)).to(x.dtype)  # which autocast on a GPU makes float32 since torch 2.12
 
 
 def add_norm(x, update):

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
@@ -533,6 +533,44 @@ def test_fused_bfloat16_gradients_are_as_exact_as_plain_ones(monkeypatch):
     mine, theirs = (sum(e) for e in zip(*errors))
     assert mine <= 1.1 * theirs
     assert abs(sum(along) / len(along)) <= 1.5e-3
+
+
+STEPS = ("norm", "add_norm", "linear", "mix_norm_linear", "add_norm_mlp", "qkv_norm_rope", "cross_entropy")
+
+
+def test_each_step_alone_in_plain_pytorch(monkeypatch):
+    """One step without its `if FUSED`, as a researcher's edit leaves it, among the kernels of the others: the gradients stay right."""
+    monkeypatch.setattr(sys.modules[__name__], "SMALL", SMALL | dict(sequence_len=16, n_layer=2))
+    exact = losses_and_gradients(monkeypatch, False, "sdpa", DEVICE, autocast=False)[2]
+    plain = losses_and_gradients(monkeypatch, False, "sdpa", DEVICE)[2]
+    for step in STEPS:
+        with monkeypatch.context() as edit:
+            f = getattr(train, step)
+            edit.setattr(train, step, FunctionType(f.__code__, {**vars(train), "FUSED": False}))
+            ours = losses_and_gradients(edit, True, "kernels", DEVICE)[2]
+        for n, g in exact.items():
+            error, allowed = ((other[n] - g).norm() / g.norm().clamp_min(1e-12) for other in (ours, plain))
+            assert error <= max(3 * allowed, 1e-4), (step, n)
+
+
+def test_plain_steps_keep_the_dtype_where_autocast_norms_in_float32(monkeypatch):
+    """As a GPU's does since torch 2.12: streams would be twice as large, and torch's flash operator refuses such q and k.
+
+    On the CPU a stand-in, whose own autocast leaves the norm alone.
+    """
+    if DEVICE.type == "cpu":
+        rms_norm = torch.nn.functional.rms_norm
+        monkeypatch.setattr(torch.nn.functional, "rms_norm", lambda x, shape: rms_norm(x.float(), shape))
+    monkeypatch.setattr(train, "FUSED", False)
+    model, dtypes = small_model(DEVICE, **SMALL), set()
+    model.transformer.wte.bfloat16(), model.value_embeds.bfloat16()  # as on a GPU
+    for block in model.transformer.h:
+        block.register_forward_hook(lambda block, inputs, outputs: dtypes.update(x.dtype for x in outputs))
+    for window, attend in model.attend.items():
+        model.attend[window] = lambda *qkv, attend=attend: dtypes.update(x.dtype for x in qkv) or attend(*qkv)
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        model(*some_tokens(DEVICE, T=SMALL["sequence_len"])).backward()
+    assert dtypes == {torch.bfloat16}
 
 
 def test_fused_path_has_no_graph_breaks(monkeypatch):
