@@ -193,6 +193,7 @@ def test_training_loop(demo, monkeypatch, capsys):
     (dict(DEVICE_BATCH_SIZE=0), "DEVICE_BATCH_SIZE 0 must be a whole number from 1"),
     (dict(DEPTH=1, ASPECT_RATIO=16, HEAD_DIM=16), "makes n_embd 16"),
     (dict(WINDOW_PATTERN="'SXL'"), "WINDOW_PATTERN 'SXL'"),
+    (dict(WINDOW_PATTERN="['S', 'L']"), "WINDOW_PATTERN ['S', 'L'] must consist"),
     (dict(ATTENTION="'fast'"), "ATTENTION 'fast'"),
     (dict(ATTENTION="'flash'"), "by flash: not available"),
 ])  # fmt: skip
@@ -271,7 +272,7 @@ def test_save_that_fails_costs_no_result(demo, tmp_path, capsys):
 
 
 def test_what_a_researcher_adds(capsys, monkeypatch):
-    """What init_weights leaves out has torch's first values, Muon takes no vectors, and the draws stay the same."""
+    """What init_weights leaves out has torch's first values, is counted, and is named until a group has it; the draws stay the same."""
     plain = small_model(torch.device("cpu"), n_layer=1).state_dict()
     init = train.GPT.__init__
 
@@ -279,14 +280,26 @@ def test_what_a_researcher_adds(capsys, monkeypatch):
         init(self, config)
         self.transformer.h[0].extra = torch.nn.LayerNorm(config.n_embd)
         self.register_buffer("scale", torch.ones(config.n_embd))
+        self.bigram = torch.nn.Embedding(512, config.n_embd)
 
     monkeypatch.setattr(train.GPT, "__init__", extended)
     model = small_model(torch.device("cpu"), n_layer=1)
     assert (model.transformer.h[0].extra.weight == 1).all() and (model.scale == 1).all()
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.items())
-    with pytest.raises(SystemExit):
-        model.setup_optimizer()
-    assert "transformer.h.0.extra.weight is no matrix" in capsys.readouterr().err
+    assert model.num_scaling_params()["total"] == sum(value.numel() for value in plain.values()) + 2 * 128 + 512 * 128
+
+    def refused():
+        with pytest.raises(SystemExit):
+            model.setup_optimizer()
+        return capsys.readouterr().err
+
+    assert "FAIL: transformer.h.0.extra.weight (128,) is in 0 groups of setup_optimizer" in refused()
+    model.value_embeds["extra"] = model.transformer.h[0].extra  # whose group is AdamW's
+    assert "FAIL: bigram.weight (512, 128) is in 0 groups" in refused()
+    model.value_embeds["bigram"] = model.bigram
+    assert sum(len(group["params"]) for group in model.setup_optimizer().param_groups) == len(list(model.parameters()))
+    model.value_embeds["mlp"] = model.transformer.h[0].mlp
+    assert "FAIL: transformer.h.0.mlp.c_fc.weight (512, 128) is in 2 groups" in refused()
 
 
 def test_missing_data_is_said_before_training(tmp_path, demo):
@@ -395,6 +408,13 @@ def test_model_runs_uncompiled_without_a_compiler(monkeypatch, capsys, tmp_path,
     assert model.embed == embed and all(block._compiled_call_impl is None for block in model.transformer.h)
     out = capsys.readouterr().out
     assert missing in out and "the model runs uncompiled" in out
+
+
+@pytest.mark.parametrize("n_kv_head", [0, 3, 8])
+def test_kv_heads_that_do_not_fit(capsys, n_kv_head):
+    with pytest.raises(SystemExit):
+        small_model(torch.device("cpu"), n_kv_head=n_kv_head)
+    assert f"n_kv_head {n_kv_head} must divide n_head 4" in capsys.readouterr().err
 
 
 # --- compiling ----------------------------------------------------------------------------------------------------------
