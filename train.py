@@ -503,6 +503,8 @@ def model_config(vocab_size):
         fail(f"WINDOW_PATTERN {WINDOW_PATTERN!r} must consist of the letters S and L")
     if ATTENTION not in ("auto", "full", *backends.ATTENTION):
         fail(f"ATTENTION {ATTENTION!r} must be 'auto', 'full' or one of {', '.join(backends.ATTENTION)}")
+    if (FUSED or GRAPH) and not torch.cuda.is_available():
+        fail(f"FUSED {FUSED}, GRAPH {GRAPH}: both need a GPU and must be False without one")
     machine.check_batch(TOTAL_BATCH_SIZE, DEVICE_BATCH_SIZE, MAX_SEQ_LEN)
     n_embd = -(-DEPTH * ASPECT_RATIO // HEAD_DIM) * HEAD_DIM
     if n_embd < 32:

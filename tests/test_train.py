@@ -410,6 +410,18 @@ def test_model_runs_uncompiled_without_a_compiler(monkeypatch, capsys, tmp_path,
     assert missing in out and "the model runs uncompiled" in out
 
 
+@pytest.mark.parametrize("name", ["FUSED", "GRAPH"])
+def test_what_needs_a_gpu_is_refused_without_one(monkeypatch, capsys, name):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(train, "FUSED", False)
+    monkeypatch.setattr(train, "GRAPH", False)
+    assert train.model_config(512).vocab_size == 512
+    monkeypatch.setattr(train, name, True)
+    with pytest.raises(SystemExit):
+        train.model_config(512)
+    assert f"{name} True" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("n_kv_head", [0, 3, 8])
 def test_kv_heads_that_do_not_fit(capsys, n_kv_head):
     with pytest.raises(SystemExit):
