@@ -55,7 +55,9 @@ class GPTConfig:
 
 
 def norm(x):
-    return kernels.rms_norm(x, eps=torch.finfo(torch.float32).eps) if FUSED else F.rms_norm(x, (x.size(-1),))
+    if FUSED:
+        return kernels.rms_norm(x, eps=torch.finfo(torch.float32).eps)
+    return F.rms_norm(x, (x.size(-1),)).to(x.dtype)  # which autocast on a GPU makes float32 since torch 2.12
 
 
 def add_norm(x, update):
@@ -166,7 +168,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x, update, x0, resid_lambda, x0_lambda, idx, value_embedding, cos, sin, attend):
-        """The residual stream and this layer's update of it, which the next layer adds where it reads both anyway."""
+        """The residual stream and this layer's update of it, which the next layer (or the head) adds where it reads both anyway."""
         x, qkv = mix_norm_linear(x, update, x0, resid_lambda, x0_lambda, self.attn.packed_weight())
         return self.mlp(x, self.attn(qkv, idx, value_embedding, cos, sin, attend))
 
@@ -258,15 +260,12 @@ class GPT(nn.Module):
             "transformer_matrices": count(self.transformer.h.parameters()),
             "scalars": self.resid_lambdas.numel() + self.x0_lambdas.numel(),
         }
-        return counts | {"total": sum(counts.values())}
+        return counts | {"total": count(self.parameters())}  # with what is in none of these
 
     def setup_optimizer(
         self, unembedding_lr=0.004, embedding_lr=0.2, matrix_lr=0.02, weight_decay=0.0, adam_betas=(0.8, 0.95), scalar_lr=0.5
     ):
-        matrices = list(self.transformer.h.parameters())
-        for name, p in self.transformer.h.named_parameters():
-            if p.dim() != 2:
-                fail(f"transformer.h.{name} is no matrix, and Muon takes only those: give it to an AdamW group in setup_optimizer")
+        matrices = [p for p in self.transformer.h.parameters() if p.dim() == 2]  # Muon takes only those
         scale = (self.config.n_embd / 768) ** -0.5  # the learning rates were tuned at a width of 768
         print(f"AdamW learning rates scaled by (n_embd / 768)^-0.5 = {scale:.4f}")
 
@@ -283,7 +282,11 @@ class GPT(nn.Module):
         for shape in sorted({p.shape for p in matrices}):
             same = [p for p in matrices if p.shape == shape]
             groups.append(dict(kind="muon", params=same, lr=matrix_lr, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=weight_decay))
-        assert sum(len(g["params"]) for g in groups) == len(list(self.parameters())), "a parameter is in no group, or in two"
+        for name, p in self.named_parameters():
+            count = sum(p is q for group in groups for q in group["params"])
+            if count != 1:
+                have = f"{name} {tuple(p.shape)} is in {count} groups of setup_optimizer and must be in one"
+                fail(f"{have}: Muon's have all matrices of the blocks (`matrices`), AdamW's the rest")
         optimizer = MuonAdamW(groups, compiled=self.lm_head.weight.is_cuda)
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
@@ -496,10 +499,12 @@ def model_config(vocab_size):
             fail(f"{name} {globals()[name]!r} must be a whole number from 1")
     if HEAD_DIM % 2:
         fail(f"HEAD_DIM {HEAD_DIM} must be even: rotary embeddings turn pairs")
-    if set(WINDOW_PATTERN.upper()) - set("SL") or not WINDOW_PATTERN:
+    if not WINDOW_PATTERN or set(str(WINDOW_PATTERN).upper()) - set("SL"):
         fail(f"WINDOW_PATTERN {WINDOW_PATTERN!r} must consist of the letters S and L")
     if ATTENTION not in ("auto", "full", *backends.ATTENTION):
         fail(f"ATTENTION {ATTENTION!r} must be 'auto', 'full' or one of {', '.join(backends.ATTENTION)}")
+    if (FUSED or GRAPH) and not torch.cuda.is_available():
+        fail(f"FUSED {FUSED}, GRAPH {GRAPH}: both need a GPU and must be False without one")
     machine.check_batch(TOTAL_BATCH_SIZE, DEVICE_BATCH_SIZE, MAX_SEQ_LEN)
     n_embd = -(-DEPTH * ASPECT_RATIO // HEAD_DIM) * HEAD_DIM
     if n_embd < 32:
@@ -510,7 +515,7 @@ def model_config(vocab_size):
 
 def build_model(config, device):
     """The initialised model on `device`."""
-    if config.n_head % config.n_kv_head:
+    if config.n_kv_head < 1 or config.n_head % config.n_kv_head:
         fail(f"n_kv_head {config.n_kv_head} must divide n_head {config.n_head}: each KV head serves as many query heads")
     with device:
         model = GPT(config)  # with torch's own first values, which stay where init_weights sets no others

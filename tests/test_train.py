@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
@@ -193,6 +193,7 @@ def test_training_loop(demo, monkeypatch, capsys):
     (dict(DEVICE_BATCH_SIZE=0), "DEVICE_BATCH_SIZE 0 must be a whole number from 1"),
     (dict(DEPTH=1, ASPECT_RATIO=16, HEAD_DIM=16), "makes n_embd 16"),
     (dict(WINDOW_PATTERN="'SXL'"), "WINDOW_PATTERN 'SXL'"),
+    (dict(WINDOW_PATTERN="['S', 'L']"), "WINDOW_PATTERN ['S', 'L'] must consist"),
     (dict(ATTENTION="'fast'"), "ATTENTION 'fast'"),
     (dict(ATTENTION="'flash'"), "by flash: not available"),
 ])  # fmt: skip
@@ -271,7 +272,7 @@ def test_save_that_fails_costs_no_result(demo, tmp_path, capsys):
 
 
 def test_what_a_researcher_adds(capsys, monkeypatch):
-    """What init_weights leaves out has torch's first values, Muon takes no vectors, and the draws stay the same."""
+    """What init_weights leaves out has torch's first values, is counted, and is named until a group has it; the draws stay the same."""
     plain = small_model(torch.device("cpu"), n_layer=1).state_dict()
     init = train.GPT.__init__
 
@@ -279,14 +280,26 @@ def test_what_a_researcher_adds(capsys, monkeypatch):
         init(self, config)
         self.transformer.h[0].extra = torch.nn.LayerNorm(config.n_embd)
         self.register_buffer("scale", torch.ones(config.n_embd))
+        self.bigram = torch.nn.Embedding(512, config.n_embd)
 
     monkeypatch.setattr(train.GPT, "__init__", extended)
     model = small_model(torch.device("cpu"), n_layer=1)
     assert (model.transformer.h[0].extra.weight == 1).all() and (model.scale == 1).all()
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.items())
-    with pytest.raises(SystemExit):
-        model.setup_optimizer()
-    assert "transformer.h.0.extra.weight is no matrix" in capsys.readouterr().err
+    assert model.num_scaling_params()["total"] == sum(value.numel() for value in plain.values()) + 2 * 128 + 512 * 128
+
+    def refused():
+        with pytest.raises(SystemExit):
+            model.setup_optimizer()
+        return capsys.readouterr().err
+
+    assert "FAIL: transformer.h.0.extra.weight (128,) is in 0 groups of setup_optimizer" in refused()
+    model.value_embeds["extra"] = model.transformer.h[0].extra  # whose group is AdamW's
+    assert "FAIL: bigram.weight (512, 128) is in 0 groups" in refused()
+    model.value_embeds["bigram"] = model.bigram
+    assert sum(len(group["params"]) for group in model.setup_optimizer().param_groups) == len(list(model.parameters()))
+    model.value_embeds["mlp"] = model.transformer.h[0].mlp
+    assert "FAIL: transformer.h.0.mlp.c_fc.weight (512, 128) is in 2 groups" in refused()
 
 
 def test_missing_data_is_said_before_training(tmp_path, demo):
@@ -395,6 +408,25 @@ def test_model_runs_uncompiled_without_a_compiler(monkeypatch, capsys, tmp_path,
     assert model.embed == embed and all(block._compiled_call_impl is None for block in model.transformer.h)
     out = capsys.readouterr().out
     assert missing in out and "the model runs uncompiled" in out
+
+
+@pytest.mark.parametrize("name", ["FUSED", "GRAPH"])
+def test_what_needs_a_gpu_is_refused_without_one(monkeypatch, capsys, name):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(train, "FUSED", False)
+    monkeypatch.setattr(train, "GRAPH", False)
+    assert train.model_config(512).vocab_size == 512
+    monkeypatch.setattr(train, name, True)
+    with pytest.raises(SystemExit):
+        train.model_config(512)
+    assert f"{name} True" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("n_kv_head", [0, 3, 8])
+def test_kv_heads_that_do_not_fit(capsys, n_kv_head):
+    with pytest.raises(SystemExit):
+        small_model(torch.device("cpu"), n_kv_head=n_kv_head)
+    assert f"n_kv_head {n_kv_head} must divide n_head 4" in capsys.readouterr().err
 
 
 # --- compiling ----------------------------------------------------------------------------------------------------------
@@ -533,6 +565,44 @@ def test_fused_bfloat16_gradients_are_as_exact_as_plain_ones(monkeypatch):
     mine, theirs = (sum(e) for e in zip(*errors))
     assert mine <= 1.1 * theirs
     assert abs(sum(along) / len(along)) <= 1.5e-3
+
+
+STEPS = ("norm", "add_norm", "linear", "mix_norm_linear", "add_norm_mlp", "qkv_norm_rope", "cross_entropy")
+
+
+def test_each_step_alone_in_plain_pytorch(monkeypatch):
+    """One step without its `if FUSED`, as a researcher's edit leaves it, among the kernels of the others: the gradients stay right."""
+    monkeypatch.setattr(sys.modules[__name__], "SMALL", SMALL | dict(sequence_len=16, n_layer=2))
+    exact = losses_and_gradients(monkeypatch, False, "sdpa", DEVICE, autocast=False)[2]
+    plain = losses_and_gradients(monkeypatch, False, "sdpa", DEVICE)[2]
+    for step in STEPS:
+        with monkeypatch.context() as edit:
+            f = getattr(train, step)
+            edit.setattr(train, step, FunctionType(f.__code__, {**vars(train), "FUSED": False}))
+            ours = losses_and_gradients(edit, True, "kernels", DEVICE)[2]
+        for n, g in exact.items():
+            error, allowed = ((other[n] - g).norm() / g.norm().clamp_min(1e-12) for other in (ours, plain))
+            assert error <= max(3 * allowed, 1e-4), (step, n)
+
+
+def test_plain_steps_keep_the_dtype_where_autocast_norms_in_float32(monkeypatch):
+    """As a GPU's does since torch 2.12: streams would be twice as large, and torch's flash operator refuses such q and k.
+
+    On the CPU a stand-in, whose own autocast leaves the norm alone.
+    """
+    if DEVICE.type == "cpu":
+        rms_norm = torch.nn.functional.rms_norm
+        monkeypatch.setattr(torch.nn.functional, "rms_norm", lambda x, shape: rms_norm(x.float(), shape))
+    monkeypatch.setattr(train, "FUSED", False)
+    model, dtypes = small_model(DEVICE, **SMALL), set()
+    model.transformer.wte.bfloat16(), model.value_embeds.bfloat16()  # as on a GPU
+    for block in model.transformer.h:
+        block.register_forward_hook(lambda block, inputs, outputs: dtypes.update(x.dtype for x in outputs))
+    for window, attend in model.attend.items():
+        model.attend[window] = lambda *qkv, attend=attend: dtypes.update(x.dtype for x in qkv) or attend(*qkv)
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        model(*some_tokens(DEVICE, T=SMALL["sequence_len"])).backward()
+    assert dtypes == {torch.bfloat16}
 
 
 def test_fused_path_has_no_graph_breaks(monkeypatch):
