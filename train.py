@@ -61,6 +61,8 @@ def norm(x):
 
 
 def add_norm(x, update):
+    if update is None:
+        return norm(x)
     return kernels.add_rms_norm(x, update, eps=torch.finfo(torch.float32).eps)[1] if FUSED else norm(x + update)
 
 
@@ -168,7 +170,10 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x, update, x0, resid_lambda, x0_lambda, idx, value_embedding, cos, sin, attend):
-        """The residual stream and this layer's update of it, which the next layer (or the head) adds where it reads both anyway."""
+        """The residual stream, and this layer's update of it, which the next layer or the head adds where it reads both anyway.
+
+        None instead of the update: the block has added all itself.
+        """
         x, qkv = mix_norm_linear(x, update, x0, resid_lambda, x0_lambda, self.attn.packed_weight())
         return self.mlp(x, self.attn(qkv, idx, value_embedding, cos, sin, attend))
 
@@ -585,6 +590,8 @@ def train(model, optimizer, loader, device, flops_per_step, peak):
                 group["momentum"] = muon_momentum(step)
                 group["weight_decay"] = muon_weight_decay(progress)
         optimizer.step()
+        if step == 0 and (unused := [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]):
+            print(f"WARNING: not trained, because the loss does not depend on it: {', '.join(unused)}")
         model.zero_grad(set_to_none=not GRAPH)  # a recorded graph adds to the gradients where they are
         loss = machine.wait_for(loss)  # the step's only synchronisation
         if not -math.inf < loss <= 100:  # NaN too

@@ -153,6 +153,7 @@ def test_without_keep_the_model_goes_and_a_kept_one_stays(demo, tmp_path):
 def test_training_loop(demo, monkeypatch, capsys):
     """On a clock that ticks a second a reading: 11 untimed steps, then as many as the budget has, with the schedules of each."""
     model = small_model(torch.device("cpu"), n_layer=1, sequence_len=256, vocab_size=2048, n_embd=64, n_head=2, n_kv_head=1)
+    model.value_embeds["idle"] = torch.nn.Embedding(4, 4)  # which the model does not read
     optimizer, seen = model.setup_optimizer(matrix_lr=0.04, weight_decay=0.2), []
     step = optimizer.step
 
@@ -179,7 +180,11 @@ def test_training_loop(demo, monkeypatch, capsys):
     progress = [0.0] * 12 + [i / 8 for i in range(1, 8)]  # before each step
     expected = [(train.lr_multiplier(p), train.muon_momentum(i), 0.2 * (1 - p)) for i, p in enumerate(progress)]
     assert [pytest.approx(e) for e in expected] == seen
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    output = capsys.readouterr().out.splitlines()
+    assert [line for line in output if "WARNING" in line] == [
+        "WARNING: not trained, because the loss does not depend on it: value_embeds.idle.weight"
+    ]
+    lines = [line for line in output if line.startswith("step ")]
     assert "warming up, not timed" in lines[0] and len(lines) < steps, "into a file a line every few seconds, not every step"
 
 
@@ -568,6 +573,20 @@ def test_fused_bfloat16_gradients_are_as_exact_as_plain_ones(monkeypatch):
 
 
 STEPS = ("norm", "add_norm", "linear", "mix_norm_linear", "add_norm_mlp", "qkv_norm_rope", "cross_entropy")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_block_may_leave_no_update(monkeypatch, fused):
+    """A block that adds its own updates returns (x, None); the head and the next block take it."""
+    monkeypatch.setattr(train, "FUSED", fused)
+    forward = train.Block.forward
+    model, (x, y) = small_model(DEVICE, **SMALL, n_layer=2), some_tokens(DEVICE, T=SMALL["sequence_len"])
+    with torch.no_grad():
+        for block in model.transformer.h:
+            block.mlp.c_proj.weight.normal_(std=0.05)
+        expected = model(x, y)
+        monkeypatch.setattr(train.Block, "forward", lambda *args: (sum(forward(*args)), None))
+        assert model(x, y).item() == pytest.approx(expected.item(), abs=5e-3 if DEVICE.type == "cuda" else 1e-5)
 
 
 def test_each_step_alone_in_plain_pytorch(monkeypatch):
