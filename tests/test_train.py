@@ -201,6 +201,15 @@ def test_sizes_that_do_not_fit(demo, tmp_path, edits, message):
     assert done.returncode == 1 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
+def test_kernels_without_triton(demo, tmp_path):
+    """A bare CPU has no Triton; here a module of that name says so."""
+    folder = clone(tmp_path, ATTENTION="'kernels'")
+    (folder / "triton.py").write_text("raise ModuleNotFoundError(\"No module named 'triton'\", name='triton')")
+    done = run(folder)
+    assert done.returncode == 1 and "by kernels: not available (No module named 'triton')" in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize("value", ["nan", "1e4"])
 def test_divergence_ends_the_run(demo, tmp_path, value):
     folder = clone(tmp_path)
