@@ -266,23 +266,25 @@ def _here(device):
 def _remembered(what, candidates, device, attempt):
     """{candidate: milliseconds, or what is wrong with it}, by `attempt(candidate)`, or what it gave here before.
 
-    The file holds JSON alone; an entry that can't be one of these is made anew. Kept is only what will hold tomorrow: not that there was no
-    memory for a candidate, and not that none was usable, which would stop every later run.
+    The file holds JSON alone; what can't be such a result is made anew. So is what need not hold tomorrow: that there was no memory for a
+    candidate, which is not kept, and that none was usable, which would stop every later run.
     """
     path = os.path.join(prepare.CACHE_DIR, "backends.json")
     key = json.dumps([*_here(device), *what])
-    tried = (prepare.read_json(path) or {}).get(key)
-    if isinstance(tried, dict) and set(tried) == set(candidates) and any(map(_is_time, tried.values())):
-        return tried
-    tried = {candidate: attempt(candidate) for candidate in candidates}
-    if any(map(_is_time, tried.values())) and not any("OutOfMemoryError" in str(found) for found in tried.values()):
+    entry = (prepare.read_json(path) or {}).get(key)
+    before = {c: entry[c] for c in candidates if _is_time(entry.get(c)) or isinstance(entry.get(c), str)} if isinstance(entry, dict) else {}
+    if not any(map(_is_time, before.values())):
+        before = {}
+    found = {c: before[c] if c in before else attempt(c) for c in candidates}
+    kept = {c: f for c, f in found.items() if "OutOfMemoryError" not in str(f)}
+    if kept != before:
         try:
             known = prepare.read_json(path) or {}  # as it is now: another run may have measured meanwhile
             with prepare.replace_file(path, "w") as f:
-                json.dump(known | {key: tried}, f, indent=1)
+                json.dump(known | {key: kept}, f, indent=1)
         except OSError as e:  # a read-only folder, a full disk: the next run measures again
             print(f"WARNING: what was measured can't be kept ({e})")
-    return tried
+    return found
 
 
 def _is_time(found):

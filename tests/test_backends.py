@@ -125,7 +125,9 @@ def test_what_had_no_memory_is_tried_again_by_the_next_run(cpu, monkeypatch, alo
     with pytest.raises(backends.NoneUsable, match="OutOfMemoryError") if alone else contextlib.nullcontext():
         assert choose(*candidates, windows=(WINDOW,))[1] == f"sdpa up to {WINDOW}"
     full.clear()
+    monkeypatch.setitem(backends.ATTENTION, "sdpa", broken("nan"))  # what was found of the others is not asked for again
     assert choose(*candidates, windows=(WINDOW,))[1] == f"kernels up to {WINDOW}"
+    assert [entry.get("sdpa") for entry in known().values()] == [None if alone else 4.0]
 
 
 def test_what_two_runs_measure_at_once_is_kept_of_both(cpu):
