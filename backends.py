@@ -6,7 +6,9 @@ the cache folder for the device, the versions and the shapes, and said in a line
 """
 
 import functools
+import importlib.util
 import json
+import math
 import os
 import statistics
 
@@ -84,8 +86,10 @@ def flash(window, T, device):
 
 def fused(window, T, device):
     """This project's kernel. Its scores must stay within ±60: q and k are normed (and random ones, of a check, are far below)."""
-    import kernels
-
+    try:
+        import kernels
+    except ModuleNotFoundError as e:
+        raise NoneUsable(f"attention by kernels: not available ({e})") from None
     return lambda q, k, v: kernels.flash_attention(q, k, v, window=None if window >= q.size(1) - 1 else window, bounded=True)
 
 
@@ -96,6 +100,10 @@ def _forward_backward(attend, q, k, v, dy):
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     y = attend(q, k, v)
     return [y.detach(), *torch.autograd.grad(y, (q, k, v), dy)]
+
+
+def _not_available(error):
+    return f"not available ({type(error).__name__}: {' '.join(str(error).split())[:100]})"
 
 
 def _relative_errors(results, exact):
@@ -123,7 +131,7 @@ def check_attention(attend, window, shape, device, dtype=torch.bfloat16):
     try:
         ours = _forward_backward(attend, *inputs)
     except Exception as e:  # whatever a build that lacks it raises
-        return f"not available ({type(e).__name__}: {' '.join(str(e).split())[:100]})"
+        return _not_available(e)
     for row in {0, B - 1}:  # the first and the last: between them lies every offset that could overflow
         part = slice(row, row + 1)
         exact = _reference(window, T, *(t[part].float() for t in inputs))
@@ -187,13 +195,10 @@ def _fastest_attention(windows, shape, device, candidates):
     chosen, names = {}, []
     for window in sorted(windows):
         key = "attention", window, *shape, *candidates
-        tried = _remembered(key, device, lambda w=window: {n: _try_attention(n, w, shape, device) for n in candidates})
-        times = {n: t for n, t in tried.items() if isinstance(t, float)}
-        wrong = {n: t for n, t in tried.items() if n not in times}
-        for n, reason in wrong.items():
-            print(f"Attention up to {window} by {n} is not used: {reason}")
+        tried = _remembered(key, candidates, device, lambda n, w=window: _try_attention(n, w, shape, device))
+        times = _usable(tried, f"Attention up to {window} by")
         if not times:
-            raise NoneUsable(f"no attention gives right numbers for a window of {window} here: {wrong}")
+            raise NoneUsable(f"no attention gives right numbers for a window of {window} here: {tried}")
         best = min(times, key=times.get)
         chosen[window] = ATTENTION[best](window, shape[1], device)
         names.append(f"{best} up to {window}")
@@ -212,56 +217,83 @@ def choose_weight_gradients(shapes, rows, device):
     """
     if not torch.version.hip:
         return
-    from kernels.linear import WEIGHT_GRADIENT  # `kernels.linear` by itself is the function of that name
+    from kernels.linear import FORMS, WEIGHT_GRADIENT  # `kernels.linear` by itself is the function of that name
 
-    words = []
+    words, ways = [], [f"{form} by {library}" for library in ("cublaslt", "cublas") for form in FORMS]
     for out, in_ in sorted(set(shapes)):
         key = "weight gradient", out, in_, rows
-        times = _remembered(key, device, lambda o=out, i=in_: _try_weight_gradients(o, i, rows, device))
+        tried = _remembered(key, ways, device, lambda way, o=out, i=in_: _try_weight_gradient(way, o, i, rows, device))
+        times = _usable(tried, f"Weight gradient {out}x{in_}")
         if not times:
-            raise NoneUsable(f"no product gives the right gradient of a weight of {out}x{in_} here")
+            raise NoneUsable(f"no product gives the right gradient of a weight of {out}x{in_} here: {tried}")
         best = min(times, key=times.get)
-        form, library = best.split(" by ")
-        WEIGHT_GRADIENT[out, in_] = form, library
+        WEIGHT_GRADIENT[out, in_] = tuple(best.split(" by "))
         words.append(f"{out}x{in_} {best} ({times[best]:.2f} ms, slowest {max(times.values()):.2f})")
     print(f"Weight gradients: {', '.join(words)}")
 
 
-def _try_weight_gradients(out, in_, rows, device):
-    """{"form by library": milliseconds} of those with right numbers."""
-    from kernels.linear import FORMS, WEIGHT_GRADIENT, weight_gradient
+def _try_weight_gradient(way, out, in_, rows, device):
+    """Milliseconds, or what is wrong. way: a form and a library by torch's name, which is hipBLASLt or rocBLAS on AMD."""
+    from kernels.linear import WEIGHT_GRADIENT, weight_gradient
 
     generator = torch.Generator(device).manual_seed(0)
     dy, x = (torch.randn((rows, n), generator=generator, device=device).bfloat16() for n in (out, in_))
-    exact = (dy[:4096].float().t() @ x[:4096].float()).double()
-    times = {}
-    for library in ("cublaslt", "cublas"):  # torch's names; on AMD hipBLASLt and rocBLAS
-        for form in FORMS:
-            WEIGHT_GRADIENT[out, in_] = form, library
-            result = weight_gradient(dy[:4096], x[:4096], torch.float32).double()
-            if (result - exact).norm() <= 0.01 * exact.norm():
-                times[f"{form} by {library}"] = _milliseconds(lambda: weight_gradient(dy, x, torch.float32), device)
-    return times
+    exact = sum((a.float().t() @ b.float()).double() for a, b in zip(dy.split(4096), x.split(4096)))
+    WEIGHT_GRADIENT[out, in_] = tuple(way.split(" by "))
+    try:
+        result = weight_gradient(dy, x, torch.float32).double()
+    except Exception as e:
+        return _not_available(e)
+    error = ((result - exact).norm() / exact.norm()).item()
+    if not error <= 0.01:  # NaN too
+        return f"wrong numbers (relative error {error:.1e})"
+    return _milliseconds(lambda: weight_gradient(dy, x, torch.float32), device)
 
 
 # ---- what was found before --------------------------------------------------------------------------------------------------------------
 
 
 def _here(device):
-    """What the results hold for: device, versions, and the kernels' own code."""
+    """What the results hold for: device, versions, and the code that they were found with."""
     p = torch.cuda.get_device_properties(device)
-    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "kernels")
-    code = "".join(machine.file_digest(os.path.join(folder, name))[:8] for name in ("attention.py", "linear.py", "_common.py"))
-    return [p.name, getattr(p, "gcnArchName", ""), torch.__version__, str(torch.version.hip or torch.version.cuda), code]
+    folder = os.path.dirname(os.path.abspath(__file__))
+    files = "backends.py", "kernels/attention.py", "kernels/linear.py", "kernels/_common.py"
+    code = "".join(machine.file_digest(os.path.join(folder, name))[:8] for name in files)
+    triton = importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else "no Triton"
+    return [p.name, getattr(p, "gcnArchName", ""), torch.__version__, str(torch.version.hip or torch.version.cuda), triton, code]
 
 
-def _remembered(what, device, measure):
-    """`measure()`, or what it gave here before. The file holds JSON alone; one that can't be read is made anew."""
+def _remembered(what, candidates, device, attempt):
+    """{candidate: milliseconds, or what is wrong with it}, by `attempt(candidate)`, or what it gave here before.
+
+    The file holds JSON alone; what can't be such a result is made anew. So is what need not hold tomorrow: that there was no memory for a
+    candidate, which is not kept, and that none was usable, which would stop every later run.
+    """
     path = os.path.join(prepare.CACHE_DIR, "backends.json")
     key = json.dumps([*_here(device), *what])
-    known = prepare.read_json(path) or {}
-    if key not in known:
-        known[key] = measure()
-        with prepare.replace_file(path, "w") as f:
-            json.dump(known, f, indent=1)
-    return known[key]
+    entry = (prepare.read_json(path) or {}).get(key)
+    before = {c: entry[c] for c in candidates if _is_time(entry.get(c)) or isinstance(entry.get(c), str)} if isinstance(entry, dict) else {}
+    if not any(map(_is_time, before.values())):
+        before = {}
+    found = {c: before[c] if c in before else attempt(c) for c in candidates}
+    kept = {c: f for c, f in found.items() if "OutOfMemoryError" not in str(f)}
+    if kept != before:
+        try:
+            known = prepare.read_json(path) or {}  # as it is now: another run may have measured meanwhile
+            with prepare.replace_file(path, "w") as f:
+                json.dump(known | {key: kept}, f, indent=1)
+        except OSError as e:  # a read-only folder, a full disk: the next run measures again
+            print(f"WARNING: what was measured can't be kept ({e})")
+    return found
+
+
+def _is_time(found):
+    return isinstance(found, float) and 0 < found < math.inf
+
+
+def _usable(tried, what):
+    """{candidate: milliseconds}; the others are named, with the reason."""
+    for candidate, found in tried.items():
+        if not _is_time(found):
+            print(f"{what} {candidate} is not used: {found}")
+    return {candidate: found for candidate, found in tried.items() if _is_time(found)}

@@ -192,8 +192,14 @@ class Recorded:
         return self.output
 
     def holds(self, *inputs):
-        """Whether the function still computes what was recorded; where two replays differ (dropout), within ten times that."""
+        """Whether the function still computes what was recorded; where two replays differ (dropout), within ten times that.
+
+        The last thing to ask: the graph and its memory are given up first, for there may be none for the function beside it.
+        """
         first, second = self(*inputs).clone(), self(*inputs).clone()
+        torch.cuda.synchronize()
+        self.graph.reset()
+        torch.cuda.empty_cache()
         now = self.function(*inputs)
         allowed = 1e-3 * now.abs() + 10 * (first - second).abs()
         return bool(((first - now).abs() <= allowed).all())
@@ -283,10 +289,13 @@ def save(path, content):
 def load(path, device):
     """What `save` wrote, as data: nothing in the file is executed. Anything else ends the run."""
     try:
-        return torch.load(path, map_location=device, weights_only=True)
+        content = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
         fail(f"{path}: no such file")
     except torch.OutOfMemoryError:
         raise
     except Exception as e:  # whatever torch makes of a file that isn't one
         fail(f"{path}: not a saved model ({' '.join(str(e).split())[:120]})")
+    if not isinstance(content, dict):
+        fail(f"{path}: not a saved model, but a {type(content).__name__}")
+    return content

@@ -553,7 +553,7 @@ def load_model(path, device):
         return model, facts
     except torch.OutOfMemoryError:
         raise  # a RuntimeError too, but not the file's fault
-    except (KeyError, TypeError, RuntimeError) as e:
+    except (KeyError, TypeError, ArithmeticError, RuntimeError) as e:
         fail(f"--evaluate {path}: not a model of this train.py ({' '.join(str(e).split())[:120]})")
 
 

@@ -114,7 +114,7 @@ def edited(source, *edits):
 
 def whole_run(form, seed, steps):
     """The summary of a run of train.py, key by key."""
-    edits = [("seconds += elapsed", f"seconds += TIME_BUDGET / {steps - prepare.WARMUP_STEPS}")]
+    edits = [("seconds += elapsed", f"seconds = TIME_BUDGET * (step + 1 - WARMUP_STEPS) / {steps - prepare.WARMUP_STEPS}")]
     if form == "recipe":
         edits += [("FUSED = kernels is not None and", "FUSED = False and"), ('ATTENTION = "auto"', 'ATTENTION = "flex"')]
     with tempfile.TemporaryDirectory() as folder:
@@ -152,33 +152,53 @@ def main():
     parser.add_argument("--runs", type=int, metavar="N", help="whole runs of N steps")
     parser.add_argument("--out", type=Path, default=HERE)
     args = parser.parse_args()
-    if args.runs:
-        return whole_runs(args.runs, args.seeds, args.out)
+    forms = args.forms.split(",")
+    if args.steps < 1 or args.seeds < 1:
+        parser.error(f"--steps {args.steps} --seeds {args.seeds}: use 1 or more")
+    if args.runs is not None and args.runs <= prepare.WARMUP_STEPS:
+        parser.error(f"--runs {args.runs}: a run's schedule begins after {prepare.WARMUP_STEPS} steps; use more, such as 700")
+    if set(forms) - set(FORMS):
+        parser.error(f"--forms {args.forms}: use some of {','.join(FORMS)}")
+    if not os.access(args.out, os.W_OK) or not args.out.is_dir():
+        parser.error(f"--out {args.out}: no folder that can be written")
     if not args.report:
         if not torch.cuda.is_available():
             sys.exit("loss_curves.py: needs a GPU that torch can use")
+        try:
+            prepare.checked_dataset(prepare.DATASET)
+        except prepare.DataError as e:
+            sys.exit(f"loss_curves.py: {e}")
+    if args.runs:
+        return whole_runs(args.runs, args.seeds, args.out)
+    if not args.report:
         device = torch.device("cuda")
         machine.keep_compiled()
         tokenizer = prepare.Tokenizer.from_directory()
-        for form in args.forms.split(","):
+        for form in forms:
             for seed in [42] if form == "float32" else range(42, 42 + args.seeds):
                 for twin in (False,) if form == "float32" else (False, True):
                     name = f"{form} {seed}{' twin' if twin else ''}"
                     curve, val_bpb, seconds = train_and_evaluate(form, seed, args.steps, tokenizer, device, twin)
                     print(f"{name}: smoothed loss {smoothed(curve)[-1]:.5f}, val_bpb {val_bpb:.6f}, {seconds:.0f} s", flush=True)
                     (args.out / f"loss_curve {name}.json").write_text(json.dumps({"losses": curve, "val_bpb": val_bpb}))
-        if set(args.forms.split(",")) != set(FORMS):
+        if set(forms) != set(FORMS):
             return
     report(args.out)
 
 
 def report(out):
     curves, smooth, bpb = {}, {}, {}  # by name: "ours 42", "ours 42 twin"
-    for path in sorted(out.glob("loss_curve *.json"), key=lambda path: FORMS.index(path.stem.split()[1])):
-        kept, name = json.loads(path.read_text()), path.stem.removeprefix("loss_curve ")
-        curves[name], bpb[name] = kept["losses"], kept["val_bpb"]
-        smooth[name] = smoothed(curves[name])
-        path.unlink()
+    paths = [path for form in FORMS for path in sorted(out.glob(f"loss_curve {form} *.json"))]
+    if not paths:
+        sys.exit(f"loss_curves.py: no 'loss_curve FORM SEED.json' of an earlier call in {out}")
+    for path in paths:
+        name = path.stem.removeprefix("loss_curve ")
+        try:
+            kept = json.loads(path.read_text())
+            curves[name], bpb[name] = kept["losses"], kept["val_bpb"]
+            smooth[name] = smoothed(curves[name])
+        except (ValueError, KeyError, TypeError) as e:
+            sys.exit(f"loss_curves.py: {path} is no result of an earlier call ({e}); remove it, or run that form again")
     names = list(curves)
     pairs = list(itertools.combinations((name for name in names if name.split()[1:] == ["42"]), 2))
     pairs += [(name, name + " twin") for name in names if name + " twin" in names]
@@ -201,6 +221,8 @@ def report(out):
         writer.writerows([i, *(f"{c[i]:.6f}" if i < len(c) else "" for c in curves.values())] for i in range(most))
         writer.writerow(["val_bpb", *(f"{bpb[name]:.6f}" for name in names)])
     draw(smooth, names, out / "loss_curves.png")
+    for path in paths:
+        path.unlink()
 
 
 def summarize(form, values):

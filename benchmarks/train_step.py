@@ -20,6 +20,7 @@ import argparse
 import csv
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -271,12 +272,22 @@ def main():
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--cache", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if not re.fullmatch(r"[1-9]\d*/[1-9]\d*(,[1-9]\d*/[1-9]\d*)*", args.batches):
+        parser.error(f"--batches {args.batches}: use tokens/rows, such as 131072/16,524288/128")
     batches = [tuple(map(int, b.split("/"))) for b in args.batches.split(",")]
     if args.one:
         measure(args.one, *batches[0], args.loader, args.steps, args.cache)
         return
+    if set(args.variants.split(",")) - set(VARIANTS):
+        parser.error(f"--variants {args.variants}: use some of {','.join(VARIANTS)}")
+    if args.rounds < 1 or args.steps < 2:
+        parser.error(f"--rounds {args.rounds} --steps {args.steps}: use 1 round or more, of 2 steps or more")
+    if not args.out.is_dir() or not os.access(args.out, os.W_OK):
+        parser.error(f"--out {args.out}: no folder that can be written")
     kept = args.out / "train_step.jsonl"
     if not args.report:
+        if not torch.cuda.is_available():
+            sys.exit("train_step.py: needs a GPU that torch can use")
         kept.unlink(missing_ok=True)
         with tempfile.TemporaryDirectory() as caches:
             for n in range(args.rounds):
@@ -291,8 +302,14 @@ def main():
                                 print(f"{what}: {r['wall_ms']:.1f} ms, start-up {r['start_up_s']:.0f} s, {r['attention']}", flush=True)
                                 with open(kept, "a") as f:
                                     f.write(json.dumps(done) + "\n")
+    if not kept.exists():
+        sys.exit(f"train_step.py: no results in {args.out}: {kept.name} is what a call leaves there")
     results, start_ups, kernels = {}, {}, {}
-    for done in map(json.loads, kept.read_text().splitlines()):
+    for n, line in enumerate(kept.read_text().splitlines(), 1):
+        try:
+            done = json.loads(line)
+        except ValueError as e:
+            sys.exit(f"train_step.py: {kept}, line {n} is no result ({e}); remove it")
         r = done["result"]
         key = r["variant"], r["tokens"], r["micro_batch"], r["data"]
         results.setdefault(key, []).append(r)

@@ -556,6 +556,7 @@ _flash_attention_backward.register_autograd(_no_double_backward)
 
 
 def _check(q, k, v, causal, window, scale):
+    """The scale, after ValueError for what is not supported."""
     if not q.ndim == k.ndim == v.ndim == 4:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
         raise ValueError(f"flash_attention: q, k, v must be (B, T, heads, head_dim), got {shapes}")
@@ -573,10 +574,12 @@ def _check(q, k, v, causal, window, scale):
         raise ValueError("flash_attention: no keys to attend to")
     if window is not None and (not causal or window < 0):
         raise ValueError(f"flash_attention: window {window} with causal={causal}; a window is at least 0 and needs causal=True")
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     if not 0 < scale <= MAX_SCALE:
         raise ValueError(f"flash_attention: scale {scale} is not supported; it must be positive and at most {MAX_SCALE:g}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"flash_attention: q {q.dtype}, k {k.dtype}, v {v.dtype} must have one dtype")
+    return scale
 
 
 def flash_attention(q, k, v, causal=True, window=None, scale=None, bounded=False):
@@ -592,10 +595,9 @@ def flash_attention(q, k, v, causal=True, window=None, scale=None, bounded=False
     """
     require_device("flash_attention", q, k, v)
     require_float("flash_attention", q, k, v)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    _check(q, k, v, causal, window, scale)
+    scale = _check(q, k, v, causal, window, scale)
     bounded = bounded and q.dtype != torch.float16
     return _flash_attention(q, k, v, causal, -1 if window is None else window, scale, bounded)[0]
 

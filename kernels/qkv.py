@@ -195,7 +195,8 @@ def qkv_backward_op(
     B, T, n_head, head_dim = q.shape
     n_kv_head = k.shape[2]
     if not need_dqkv:  # a projection that is frozen under a trained table
-        return q.new_empty(0), _dtable((2 * gate.view(B, T, n_kv_head, 1) * dv).to(table.dtype).view(B * T, -1), idx, table)
+        rows = (2 * gate.view(B, T, n_kv_head, 1) * dv).to(table.dtype).view(B * T, n_kv_head * head_dim)
+        return q.new_empty(0), _dtable(rows, idx, table)
     pad = 0 if table is None else gate_columns(n_kv_head)
     width = (n_head + 2 * n_kv_head) * head_dim + pad
     dqkv = q.new_empty((B, T, width))
@@ -255,7 +256,7 @@ def qkv_norm_rope(qkv, cos, sin, n_head, n_kv_head, idx=None, table=None, eps=No
     name = "qkv_norm_rope"
     require_float(name, qkv, cos, sin, table)
     require_device(name, qkv, cos, sin, idx, table)
-    half = cos.shape[-1]
+    half = cos.shape[-1] if cos.ndim else 0
     if qkv.ndim != 3 or not 1 <= half <= MAX_HEAD_DIM // 2 or (idx is None) != (table is None):
         needed = f"(B, T, width), head_dim up to {MAX_HEAD_DIM}, idx with table or neither"
         raise ValueError(f"{name}: qkv {tuple(qkv.shape)}, cos {tuple(cos.shape)}; need {needed}")

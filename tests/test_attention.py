@@ -479,6 +479,8 @@ def test_compiles_without_breaks_or_recompiles(device):
         (lambda q, k, v: ((q, k[:1], v[:1]), {}), "batch size"),
         (lambda q, k, v: ((q[:, :, :3], k, v), {}), "multiple of n_kv_head"),
         (lambda q, k, v: ((q[..., :12], k[..., :12], v[..., :12]), {}), "head_dim 12"),
+        (lambda q, k, v: ((q[..., :0], k[..., :0], v[..., :0]), {}), "head_dim 0"),
+        (lambda q, k, v: ((q.sum(), k.sum(), v.sum()), {}), r"must be \(B, T, heads, head_dim\), got \(\)"),
         (lambda q, k, v: ((q, k[:, :4], v[:, :4]), {}), "ambiguous"),
         (lambda q, k, v: ((q, k[:, :0], v[:, :0]), dict(causal=False)), "no keys"),
         (lambda q, k, v: ((q, k, v), dict(window=-1)), "window -1"),

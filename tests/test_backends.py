@@ -5,8 +5,10 @@ There is no GPU to time on in CI: there `_milliseconds` and the device's name ar
 
 import contextlib
 import json
+import math
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,6 +99,67 @@ def test_a_damaged_memory_is_made_anew(cpu, content):
     assert len(known()) == 2
 
 
+@pytest.mark.parametrize("entry", [None, [], {}, "sdpa", 3, {"sdpa": 4}, {"sdpa": "slow"}, {"sdpa": math.nan}, {"other": 0.1}], ids=str)
+def test_an_entry_that_cannot_be_one_is_made_anew(cpu, entry):
+    choose("sdpa", windows=(WINDOW,))
+    Path(prepare.CACHE_DIR, "backends.json").write_text(json.dumps(dict.fromkeys(known(), entry)))
+    assert choose("sdpa", windows=(WINDOW,))[1] == f"sdpa up to {WINDOW}"
+    assert list(known().values()) == [{"sdpa": 4.0}]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_had_no_memory_is_tried_again_by_the_next_run(cpu, monkeypatch, alone):
+    """Another program may have held it; a run that could use nothing must not keep later ones from starting."""
+    make, full = backends.ATTENTION["kernels"], [True]
+
+    def attention(*a):
+        def attend(q, k, v):
+            if full:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return make(*a)(q, k, v)
+
+        return attend
+
+    monkeypatch.setitem(backends.ATTENTION, "kernels", attention)
+    candidates = ("kernels",) if alone else ("kernels", "sdpa")
+    with pytest.raises(backends.NoneUsable, match="OutOfMemoryError") if alone else contextlib.nullcontext():
+        assert choose(*candidates, windows=(WINDOW,))[1] == f"sdpa up to {WINDOW}"
+    full.clear()
+    monkeypatch.setitem(backends.ATTENTION, "sdpa", broken("nan"))  # what was found of the others is not asked for again
+    assert choose(*candidates, windows=(WINDOW,))[1] == f"kernels up to {WINDOW}"
+    assert [entry.get("sdpa") for entry in known().values()] == [None if alone else 4.0]
+
+
+def test_what_two_runs_measure_at_once_is_kept_of_both(cpu):
+    def measured_while_another_run_writes(candidate):
+        backends._remembered(["another run's"], ["sdpa"], DEVICE, lambda candidate: 2.0)
+        return 1.0
+
+    backends._remembered(["mine"], ["sdpa"], DEVICE, measured_while_another_run_writes)
+    assert sorted(json.loads(key)[-1] for key in known()) == ["another run's", "mine"]
+
+
+def test_a_memory_that_cannot_be_written_costs_no_run(cpu, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(prepare, "CACHE_DIR", str(tmp_path / "gone"))
+    assert choose("sdpa", windows=(WINDOW,))[1] == f"sdpa up to {WINDOW}"
+    assert "WARNING: what was measured can't be kept" in capsys.readouterr().out
+
+
+def test_what_was_found_holds_for_a_device_its_versions_and_this_code(monkeypatch):
+    import triton
+
+    device = SimpleNamespace(name="a GPU", gcnArchName="gfx1151")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    found = [backends._here(DEVICE)]
+    for owner, name in ((triton, "__version__"), (torch, "__version__"), (torch.version, "hip"), (device, "gcnArchName")):
+        monkeypatch.setattr(owner, name, "another")
+        found.append(backends._here(DEVICE))
+    monkeypatch.setattr(backends.machine, "file_digest", lambda path: f"{Path(path).name:8}")
+    found.append(backends._here(DEVICE))
+    assert len({json.dumps(f) for f in found}) == len(found)
+    assert all(name[:8] in found[-1][-1] for name in ("backends.py", "attention.py", "linear.py", "_common.py"))
+
+
 def test_one_that_is_missing_is_passed_over(cpu, monkeypatch):
     def missing(window, T, device):
         def attend(q, k, v):
@@ -129,8 +192,8 @@ def weight_gradients(monkeypatch, tmp_path):
     monkeypatch.setattr(backends, "_here", lambda device: ["a device"])
     monkeypatch.setattr(backends, "_milliseconds", lambda f, device: (f(), times.get(linear.WEIGHT_GRADIENT[8, 16], 5.0))[1])
 
-    def choose():
-        backends.choose_weight_gradients([(8, 16), (8, 16)], 32, torch.device("cpu"))
+    def choose(rows=32):
+        backends.choose_weight_gradients([(8, 16), (8, 16)], rows, torch.device("cpu"))
         return linear.WEIGHT_GRADIENT[8, 16]
 
     return choose, times, linear
@@ -145,20 +208,41 @@ def test_the_fastest_weight_gradient_is_chosen_and_remembered(weight_gradients, 
     assert choose() == ("copied", "cublas"), "what was found before is used"
 
 
-def test_a_wrong_weight_gradient_is_never_chosen(weight_gradients):
+def test_a_wrong_weight_gradient_is_named_and_never_chosen(weight_gradients, capsys):
     choose, times, linear = weight_gradients
     right = linear.FORMS["copied"]
     linear.FORMS["copied"] = lambda *a: 1.1 * right(*a)
     times |= {("copied", "cublas"): 0.1, ("transposed", "cublaslt"): 1.0}
     assert choose() == ("transposed", "cublaslt")
+    assert "Weight gradient 8x16 copied by cublas is not used: wrong numbers (relative error" in capsys.readouterr().out
     Path(prepare.CACHE_DIR, "backends.json").unlink()
     linear.FORMS.update(dict.fromkeys(linear.FORMS, linear.FORMS["copied"]))
     with pytest.raises(backends.NoneUsable, match="no product gives the right gradient of a weight of 8x16"):
         choose()
 
 
+def test_a_weight_gradient_that_raises_is_passed_over(weight_gradients, capsys):
+    choose, _, linear = weight_gradients
+
+    def unsupported(dy, x, mm):
+        raise RuntimeError("HIPBLAS_STATUS_NOT_SUPPORTED when calling hipblasLtMatmul")
+
+    linear.FORMS["direct"] = unsupported
+    assert choose() == ("transposed", "cublaslt")
+    assert "Weight gradient 8x16 direct by cublas is not used: not available (RuntimeError: HIPBLAS" in capsys.readouterr().out
+
+
+def test_a_weight_gradient_that_is_wrong_in_later_rows_alone_is_found(weight_gradients):
+    """As by an offset that overflows: all rows are compared, not the first few thousand."""
+    choose, times, linear = weight_gradients
+    right = linear.FORMS["copied"]
+    linear.FORMS["copied"] = lambda dy, x, mm: right(dy[:5000], x[:5000], mm)
+    times |= {("copied", "cublas"): 0.1, ("transposed", "cublaslt"): 1.0}
+    assert choose(rows=6000) == ("transposed", "cublaslt")
+
+
 def test_nothing_is_chosen_where_products_are_not_rocms(monkeypatch):
-    monkeypatch.setattr(backends, "_try_weight_gradients", lambda *a: pytest.fail("tried"))
+    monkeypatch.setattr(backends, "_try_weight_gradient", lambda *a: pytest.fail("tried"))
     backends.choose_weight_gradients([(8, 16)], 32, DEVICE)
 
 

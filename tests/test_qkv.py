@@ -1,5 +1,6 @@
 """q, k and v of the packed product: numbers against float64, and how the operator behaves."""
 
+import itertools
 from importlib import import_module
 
 import pytest
@@ -219,11 +220,11 @@ def test_modes(device):
         dqkv.sum().backward()
     with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
         qkv_norm_rope(torch.autograd.forward_ad.make_dual(qkv.detach(), qkv.detach()), *packed[1:])
-    for B, T in ((0, 5), (2, 0)):
+    for (B, T), frozen in itertools.product(((0, 5), (2, 0)), (False, True)):
         packed = arguments(B, T, 4, 2, 64, torch.float32, device)
-        trained = packed[0].requires_grad_(), packed[6].requires_grad_()
+        trained = packed[0].requires_grad_(not frozen), packed[6].requires_grad_()
         sum(y.sum() for y in qkv_norm_rope(*packed)).backward()
-        assert trained[0].grad.shape == packed[0].shape and not trained[1].grad.any()
+        assert (trained[0].grad is None if frozen else trained[0].grad.shape == packed[0].shape) and not trained[1].grad.any()
 
 
 def test_a_table_of_another_dtype(device, poison_empty):
@@ -255,6 +256,7 @@ def test_unsupported_input(device):
         ((qkv, cos, sin, *heads, idx, table[:, :64]), r"table \(17, 64\)"),
         ((qkv, cos[:4], sin, *heads, idx, table), r"cos of shape \(4, 32\)"),
         ((qkv, cos, sin[:, :8], *heads, idx, table), "sin of shape"),
+        ((qkv, cos.sum(), sin.sum(), *heads, idx, table), r"cos \(\)"),
         ((qkv, cos.float().requires_grad_(), sin, *heads, idx, table), "constant"),
         ((qkv.double(), cos, sin, *heads, idx, table), "float64"),
         ((qkv, cos, sin, *heads, idx, table.double()), "float64"),

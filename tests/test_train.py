@@ -98,7 +98,9 @@ def test_evaluating_what_is_no_model(finished, tmp_path):
     folder, _ = finished
     (tmp_path / "noise.pt").write_bytes(b"not a model")
     torch.save({"config": {"sequence_len": 256}, "model": {}, "facts": {}}, tmp_path / "other.pt")
-    for name in ("noise.pt", "other.pt", "missing.pt"):
+    torch.save({"config": {"n_kv_head": 0}, "model": {}, "facts": {}}, tmp_path / "no heads.pt")
+    torch.save(torch.zeros(3), tmp_path / "tensor.pt")
+    for name in ("noise.pt", "other.pt", "no heads.pt", "tensor.pt", "missing.pt"):
         done = run(folder, "--evaluate", str(tmp_path / name))
         assert done.returncode == 1 and name in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
@@ -205,6 +207,15 @@ def test_training_loop(demo, monkeypatch, capsys):
 def test_sizes_that_do_not_fit(demo, tmp_path, edits, message):
     done = run(clone(tmp_path, **edits))
     assert done.returncode == 1 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_kernels_without_triton(demo, tmp_path):
+    """A bare CPU has no Triton; here a module of that name says so."""
+    folder = clone(tmp_path, ATTENTION="'kernels'")
+    (folder / "triton.py").write_text("raise ModuleNotFoundError(\"No module named 'triton'\", name='triton')")
+    done = run(folder)
+    assert done.returncode == 1 and "by kernels: not available (No module named 'triton')" in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("value", ["nan", "1e4"])
@@ -707,15 +718,39 @@ def test_recorded_steps_are_the_same_steps_without_a_synchronization(monkeypatch
             model.zero_grad(set_to_none=False)
             torch.cuda.set_sync_debug_mode("default")
             losses.append(machine.wait_for(loss))
-        return losses, step, model, (x, y)
+        return losses, step, (x, y)
 
-    plain, recorded = run(False)[0], run(True)
-    assert recorded[0] == pytest.approx(plain, abs=2e-2) and recorded[0][-1] < recorded[0][0] - 0.5
-    _, step, model, batch = recorded
-    assert step.holds(*batch)
+    plain, recorded = run(False)[0], [run(True), run(True)]
     original = train.cross_entropy
-    monkeypatch.setattr(train, "cross_entropy", lambda x, w, t, softcap, r: original(x, w, t, 10, r))
-    assert not step.holds(*batch), "a changed constant is seen"
+    for losses, step, batch in recorded:
+        assert losses == pytest.approx(plain, abs=2e-2) and losses[-1] < losses[0] - 0.5
+        changed = train.cross_entropy is not original
+        assert step.holds(*batch) != changed, "a changed constant is seen"
+        monkeypatch.setattr(train, "cross_entropy", lambda x, w, t, softcap, r: original(x, w, t, 10, r))
+
+
+def test_what_is_recorded_gives_its_memory_to_its_check(monkeypatch):
+    """Asked at a run's end by a pass that needs as much memory as the graph had. CUDA's calls are stand-ins."""
+    happened = []
+    graph = SimpleNamespace(replay=lambda: happened.append("replay"), reset=lambda: happened.append("reset"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *a, **k: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: happened.append("empty"))
+    step = machine.Recorded(lambda x: (happened.append("function"), 2 * x)[1], torch.ones(()))
+    assert step.holds(torch.ones(()))
+    assert happened == ["empty", "function", "replay", "replay", "reset", "empty", "function"]
+
+
+@pytest.mark.gpu
+def test_the_check_of_a_recording_needs_no_memory_beside_it():
+    """A pass of 2 GiB: at no time is much more reserved than one pass needs."""
+    x = torch.ones(2**26, device=DEVICE)
+    step = machine.Recorded(lambda x: (torch.cat([x, x, x, x]) + 1).sum(), x)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    assert step.holds(x)
+    assert torch.cuda.max_memory_reserved() <= before + 2**28
 
 
 @pytest.mark.gpu
