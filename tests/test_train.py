@@ -94,15 +94,20 @@ def test_kept_model_evaluates_to_the_same_number(finished):
     assert other_budget.returncode == 1 and "the number would not compare" in other_budget.stderr
 
 
-def test_evaluating_what_is_no_model(finished, tmp_path):
+def test_evaluating_what_is_no_model(finished, tmp_path, capsys):
     folder, _ = finished
     (tmp_path / "noise.pt").write_bytes(b"not a model")
     torch.save({"config": {"sequence_len": 256}, "model": {}, "facts": {}}, tmp_path / "other.pt")
     torch.save({"config": {"n_kv_head": 0}, "model": {}, "facts": {}}, tmp_path / "no heads.pt")
     torch.save(torch.zeros(3), tmp_path / "tensor.pt")
-    for name in ("noise.pt", "other.pt", "no heads.pt", "tensor.pt", "missing.pt"):
-        done = run(folder, "--evaluate", str(tmp_path / name))
-        assert done.returncode == 1 and name in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    says = {name: name for name in ("noise.pt", "other.pt", "tensor.pt", "missing.pt")} | {"no heads.pt": "n_kv_head 0 must divide"}
+    for name, message in says.items():
+        with pytest.raises(SystemExit) as ended:
+            train.load_model(str(tmp_path / name), torch.device("cpu"))
+        error = capsys.readouterr().err
+        assert ended.value.code == 1 and message in error and len(error.splitlines()) == 1, error
+    done = run(folder, "--evaluate", str(tmp_path / "noise.pt"))
+    assert done.returncode == 1 and "noise.pt" in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_a_saved_model_is_data(tmp_path):
@@ -195,18 +200,29 @@ def test_training_loop(demo, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("edits", "message"), [
     (dict(TOTAL_BATCH_SIZE="96 * 256", DEVICE_BATCH_SIZE=36), "the nearest that work: DEVICE_BATCH_SIZE 32 or TOTAL_BATCH_SIZE 27648"),
+    (dict(ATTENTION="'flash'"), "by flash: not available"),
+])  # fmt: skip
+def test_sizes_that_do_not_fit_end_the_run(demo, tmp_path, edits, message):
+    done = run(clone(tmp_path, **edits))
+    assert done.returncode == 1 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize(("edits", "message"), [
     (dict(TOTAL_BATCH_SIZE=100, DEVICE_BATCH_SIZE=1), "the nearest that work: TOTAL_BATCH_SIZE 256"),
     (dict(HEAD_DIM=31), "HEAD_DIM 31"),
     (dict(DEVICE_BATCH_SIZE=0), "DEVICE_BATCH_SIZE 0 must be a whole number from 1"),
     (dict(DEPTH=1, ASPECT_RATIO=16, HEAD_DIM=16), "makes n_embd 16"),
-    (dict(WINDOW_PATTERN="'SXL'"), "WINDOW_PATTERN 'SXL'"),
-    (dict(WINDOW_PATTERN="['S', 'L']"), "WINDOW_PATTERN ['S', 'L'] must consist"),
-    (dict(ATTENTION="'fast'"), "ATTENTION 'fast'"),
-    (dict(ATTENTION="'flash'"), "by flash: not available"),
+    (dict(WINDOW_PATTERN="SXL"), "WINDOW_PATTERN 'SXL'"),
+    (dict(WINDOW_PATTERN=["S", "L"]), "WINDOW_PATTERN ['S', 'L'] must consist"),
+    (dict(ATTENTION="fast"), "ATTENTION 'fast'"),
 ])  # fmt: skip
-def test_sizes_that_do_not_fit(demo, tmp_path, edits, message):
-    done = run(clone(tmp_path, **edits))
-    assert done.returncode == 1 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+def test_sizes_that_do_not_fit(monkeypatch, capsys, edits, message):
+    for name, value in edits.items():
+        monkeypatch.setattr(train, name, value)
+    with pytest.raises(SystemExit) as ended:
+        train.model_config(2048)
+    error = capsys.readouterr().err
+    assert ended.value.code == 1 and message in error and len(error.splitlines()) == 1
 
 
 def test_kernels_without_triton(demo, tmp_path):
@@ -646,10 +662,10 @@ def test_fused_path_has_no_graph_breaks(monkeypatch):
         compiled.append(graph)
         return graph
 
-    model = small_model(DEVICE, n_layer=6, **SMALL)
+    model = small_model(DEVICE, n_layer=6, **SMALL | dict(sequence_len=16))
     for block in model.transformer.h:
         block.compile(dynamic=False, fullgraph=True, backend=backend)
-    x, y = some_tokens(DEVICE, T=SMALL["sequence_len"])
+    x, y = some_tokens(DEVICE, T=16)
     for _ in range(2):
         with machine.autocast(DEVICE):
             loss = model(x, y)
@@ -669,11 +685,11 @@ linear.blas = lambda library: contextlib.nullcontext()
 backends._here = lambda device: ["a Strix Halo"]
 backends._milliseconds = lambda f, device, repeats=10: (f(), 1.0 + (linear.WEIGHT_GRADIENT.get((64, 64)) != ("copied", "cublas")))[1]
 train.FUSED, train.ATTENTION, train.DEVICE_BATCH_SIZE = True, "kernels", 2
-config = train.GPTConfig(sequence_len=48, vocab_size=64, n_layer=2, n_head=2, n_kv_head=1, n_embd=64)
+config = train.GPTConfig(sequence_len=16, vocab_size=64, n_layer=2, n_head=2, n_kv_head=1, n_embd=64)
 model = train.build_model(config, torch.device("cpu"))
 assert linear.WEIGHT_GRADIENT[64, 64] == ("copied", "cublas"), linear.WEIGHT_GRADIENT
 optimizer = model.setup_optimizer()
-x = torch.randint(64, (2, 48), generator=torch.Generator().manual_seed(1))
+x = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
 for _ in range(2):
     loss = model(x, x)
     loss.backward()
