@@ -520,7 +520,7 @@ def model_config(vocab_size):
 
 def build_model(config, device):
     """The initialised model on `device`."""
-    if config.n_kv_head < 1 or config.n_head % config.n_kv_head:
+    if not 1 <= config.n_kv_head <= config.n_head or config.n_head % config.n_kv_head:
         fail(f"n_kv_head {config.n_kv_head} must divide n_head {config.n_head}: each KV head serves as many query heads")
     with device:
         model = GPT(config)  # with torch's own first values, which stay where init_weights sets no others
@@ -553,7 +553,7 @@ def load_model(path, device):
         return model, facts
     except torch.OutOfMemoryError:
         raise  # a RuntimeError too, but not the file's fault
-    except (KeyError, TypeError, ArithmeticError, RuntimeError) as e:
+    except (KeyError, TypeError, RuntimeError) as e:
         fail(f"--evaluate {path}: not a model of this train.py ({' '.join(str(e).split())[:120]})")
 
 

@@ -103,8 +103,11 @@ def train_and_evaluate(form, seed, steps, tokenizer, device, twin=False):
     return [loss.item() for loss in curve], val_bpb, time.time() - started
 
 
-def edited(source, *edits):
-    """train.py's source with each (old, new) put in; every old is there once."""
+def edited(source, form, steps):
+    """train.py's source as a run of `steps` steps of the form."""
+    edits = [("seconds += elapsed", f"seconds = TIME_BUDGET * (step + 1 - WARMUP_STEPS) / {steps - prepare.WARMUP_STEPS}")]
+    if form == "recipe":
+        edits += [("FUSED = kernels is not None and", "FUSED = False and"), ('ATTENTION = "auto"', 'ATTENTION = "flex"')]
     for old, new in edits:
         if source.count(old) != 1:
             sys.exit(f"loss_curves.py: train.py has {old!r} {source.count(old)} times; this benchmark needs it once")
@@ -114,12 +117,9 @@ def edited(source, *edits):
 
 def whole_run(form, seed, steps):
     """The summary of a run of train.py, key by key."""
-    edits = [("seconds += elapsed", f"seconds = TIME_BUDGET * (step + 1 - WARMUP_STEPS) / {steps - prepare.WARMUP_STEPS}")]
-    if form == "recipe":
-        edits += [("FUSED = kernels is not None and", "FUSED = False and"), ('ATTENTION = "auto"', 'ATTENTION = "flex"')]
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "train.py")
-        script.write_text(edited((HERE.parent / "train.py").read_text(), *edits))
+        script.write_text(edited((HERE.parent / "train.py").read_text(), form, steps))
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
         environment |= {"AUTORESEARCH_SEED": str(seed)}
         done = subprocess.run([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True)
@@ -135,12 +135,14 @@ def whole_runs(steps, seeds, out):
     for seed in range(42, 42 + seeds):
         for form in ("recipe", "ours"):
             summary = whole_run(form, seed, steps)
-            rows.append([form, seed, *(summary[key] for key in keys)])
-            print(*(f"{key} {value}" for key, value in zip(("form", "seed", *keys), rows[-1])), sep=", ", flush=True)
+            rows.append({"form": form, "seed": seed} | {key: summary[key] for key in keys})
+            print(*(f"{key} {value}" for key, value in rows[-1].items()), sep=", ", flush=True)
             with open(out / "loss_runs.csv", "w", newline="") as f:
-                csv.writer(f, lineterminator="\n").writerows([["form", "seed", *keys], *rows])
+                writer = csv.DictWriter(f, rows[0], lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
     for form in ("recipe", "ours"):
-        summarize(form, [float(row[2]) for row in rows if row[0] == form])
+        summarize(form, [float(row["val_bpb"]) for row in rows if row["form"] == form])
 
 
 def main():
@@ -161,29 +163,28 @@ def main():
         parser.error(f"--forms {args.forms}: use some of {','.join(FORMS)}")
     if not os.access(args.out, os.W_OK) or not args.out.is_dir():
         parser.error(f"--out {args.out}: no folder that can be written")
-    if not args.report:
-        if not torch.cuda.is_available():
-            sys.exit("loss_curves.py: needs a GPU that torch can use")
-        try:
-            prepare.checked_dataset(prepare.DATASET)
-        except prepare.DataError as e:
-            sys.exit(f"loss_curves.py: {e}")
+    if args.report:
+        return report(args.out)
+    if not torch.cuda.is_available():
+        sys.exit("loss_curves.py: needs a GPU that torch can use")
+    try:
+        prepare.checked_dataset(prepare.DATASET)
+    except prepare.DataError as e:
+        sys.exit(f"loss_curves.py: {e}")
     if args.runs:
         return whole_runs(args.runs, args.seeds, args.out)
-    if not args.report:
-        device = torch.device("cuda")
-        machine.keep_compiled()
-        tokenizer = prepare.Tokenizer.from_directory()
-        for form in forms:
-            for seed in [42] if form == "float32" else range(42, 42 + args.seeds):
-                for twin in (False,) if form == "float32" else (False, True):
-                    name = f"{form} {seed}{' twin' if twin else ''}"
-                    curve, val_bpb, seconds = train_and_evaluate(form, seed, args.steps, tokenizer, device, twin)
-                    print(f"{name}: smoothed loss {smoothed(curve)[-1]:.5f}, val_bpb {val_bpb:.6f}, {seconds:.0f} s", flush=True)
-                    (args.out / f"loss_curve {name}.json").write_text(json.dumps({"losses": curve, "val_bpb": val_bpb}))
-        if set(forms) != set(FORMS):
-            return
-    report(args.out)
+    device = torch.device("cuda")
+    machine.keep_compiled()
+    tokenizer = prepare.Tokenizer.from_directory()
+    for form in forms:
+        for seed in [42] if form == "float32" else range(42, 42 + args.seeds):
+            for twin in (False,) if form == "float32" else (False, True):
+                name = f"{form} {seed}{' twin' if twin else ''}"
+                curve, val_bpb, seconds = train_and_evaluate(form, seed, args.steps, tokenizer, device, twin)
+                print(f"{name}: smoothed loss {smoothed(curve)[-1]:.5f}, val_bpb {val_bpb:.6f}, {seconds:.0f} s", flush=True)
+                (args.out / f"loss_curve {name}.json").write_text(json.dumps({"losses": curve, "val_bpb": val_bpb}))
+    if set(forms) == set(FORMS):
+        report(args.out)
 
 
 def report(out):
@@ -204,8 +205,10 @@ def report(out):
     pairs += [(name, name + " twin") for name in names if name + " twin" in names]
     for a, b in pairs:
         differences = [abs(p - q) for p, q in zip(smooth[a], smooth[b])]
+        within = sum(d <= 0.003 for d in differences) / len(differences)
         print(f"{a} and {b}: smoothed losses differ by {max(differences):.5f} at most, {statistics.mean(differences):.5f} in the mean, "
-              f"{differences[-1]:.5f} at the end; val_bpb by {abs(bpb[a] - bpb[b]):.6f}")  # fmt: skip
+              f"{differences[-1]:.5f} at the end, in {within:.0%} of the steps by 0.003 or less; "
+              f"val_bpb by {abs(bpb[a] - bpb[b]):.6f}")  # fmt: skip
     runs = {form: [name for name in names if name.split()[0] == form] for form in FORMS}
     if len(runs["recipe"]) > 1 and len(runs["ours"]) > 1:
         means = [[statistics.mean(at) for at in zip(*(smooth[name] for name in runs[form]))] for form in ("recipe", "ours")]

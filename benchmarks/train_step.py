@@ -89,8 +89,6 @@ def build(variant, device, vocabulary=VOCABULARY):
 
 def measure(variant, tokens, micro_batch, loader, steps, cache):
     prepare.CACHE_DIR = cache  # of what is compiled and tuned; the dataset stays where it was found
-    if not torch.cuda.is_available():
-        sys.exit("train_step.py: needs a GPU that torch can use")
     train.TOTAL_BATCH_SIZE, train.DEVICE_BATCH_SIZE = tokens, micro_batch
     device = torch.device("cuda")
     torch.set_float32_matmul_precision("high")
@@ -274,20 +272,20 @@ def main():
     args = parser.parse_args()
     if not re.fullmatch(r"[1-9]\d*/[1-9]\d*(,[1-9]\d*/[1-9]\d*)*", args.batches):
         parser.error(f"--batches {args.batches}: use tokens/rows, such as 131072/16,524288/128")
-    batches = [tuple(map(int, b.split("/"))) for b in args.batches.split(",")]
-    if args.one:
-        measure(args.one, *batches[0], args.loader, args.steps, args.cache)
-        return
     if set(args.variants.split(",")) - set(VARIANTS):
         parser.error(f"--variants {args.variants}: use some of {','.join(VARIANTS)}")
     if args.rounds < 1 or args.steps < 2:
         parser.error(f"--rounds {args.rounds} --steps {args.steps}: use 1 round or more, of 2 steps or more")
+    if not args.report and not torch.cuda.is_available():
+        sys.exit("train_step.py: needs a GPU that torch can use")
+    batches = [tuple(map(int, b.split("/"))) for b in args.batches.split(",")]
+    if args.one:
+        measure(args.one, *batches[0], args.loader, args.steps, args.cache)
+        return
     if not args.out.is_dir() or not os.access(args.out, os.W_OK):
         parser.error(f"--out {args.out}: no folder that can be written")
     kept = args.out / "train_step.jsonl"
     if not args.report:
-        if not torch.cuda.is_available():
-            sys.exit("train_step.py: needs a GPU that torch can use")
         kept.unlink(missing_ok=True)
         with tempfile.TemporaryDirectory() as caches:
             for n in range(args.rounds):

@@ -99,7 +99,11 @@ def test_a_damaged_memory_is_made_anew(cpu, content):
     assert len(known()) == 2
 
 
-@pytest.mark.parametrize("entry", [None, [], {}, "sdpa", 3, {"sdpa": 4}, {"sdpa": "slow"}, {"sdpa": math.nan}, {"other": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "entry",
+    [None, [], {}, "sdpa", 3, {"sdpa": 4}, {"sdpa": "slow"}, {"sdpa": math.nan}, {"sdpa": math.inf}, {"sdpa": -1.0}, {"other": 0.1}],
+    ids=str,
+)
 def test_an_entry_that_cannot_be_one_is_made_anew(cpu, entry):
     choose("sdpa", windows=(WINDOW,))
     Path(prepare.CACHE_DIR, "backends.json").write_text(json.dumps(dict.fromkeys(known(), entry)))
@@ -156,6 +160,9 @@ def test_what_was_found_holds_for_a_device_its_versions_and_this_code(monkeypatc
         found.append(backends._here(DEVICE))
     monkeypatch.setattr(backends.machine, "file_digest", lambda path: f"{Path(path).name:8}")
     found.append(backends._here(DEVICE))
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
+    found.append(backends._here(DEVICE))
+    assert found[-1][-2] == "no Triton"
     assert len({json.dumps(f) for f in found}) == len(found)
     assert all(name[:8] in found[-1][-1] for name in ("backends.py", "attention.py", "linear.py", "_common.py"))
 

@@ -1,5 +1,7 @@
 """The project as a whole: style, the benchmark on batches, and what the README promises."""
 
+import dataclasses
+import importlib
 import os
 import re
 import subprocess
@@ -53,3 +55,70 @@ def test_loader_benchmark(demo, tmp_path):
     rows = [line.split(",") for line in (tmp_path / "loader.csv").read_text().splitlines()]
     assert [row[:2] for row in rows[1:]] == [[T, name] for T in ("256", "2048") for name in ("this loader", "straightforward")]
     assert all(float(row[2]) > 5 for row in rows[1:] if row[1] == "this loader") and (tmp_path / "loader.png").stat().st_size > 1000
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """Imports a benchmark and gives its `main` for a list of arguments; as on a machine without a GPU."""
+    monkeypatch.syspath_prepend(str(PROJECT / "benchmarks"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+    def load(name):
+        module = importlib.import_module(name)
+
+        def call(*arguments):
+            monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+            with pytest.raises(SystemExit) as ended:
+                module.main()
+            return ended.value.code
+
+        return module, call
+
+    return load
+
+
+@pytest.mark.parametrize(("name", "arguments", "message"), [
+    ("train_step", ["--batches", "131072"], "--batches 131072: use tokens/rows"),
+    ("train_step", ["--variants", "recipe,mine"], "--variants recipe,mine: use some of recipe,flex,ours"),
+    ("train_step", ["--rounds", 0], "--rounds 0 --steps 20: use 1 round or more"),
+    ("train_step", ["--steps", 1], "--rounds 2 --steps 1: use 1 round or more, of 2 steps or more"),
+    ("train_step", ["--report", "--out", "/nowhere"], "--out /nowhere: no folder that can be written"),
+    ("loss_curves", ["--steps", 0], "--steps 0 --seeds 3: use 1 or more"),
+    ("loss_curves", ["--seeds", 0], "--steps 200 --seeds 0: use 1 or more"),
+    ("loss_curves", ["--runs", 11], "--runs 11: a run's schedule begins after 11 steps"),
+    ("loss_curves", ["--forms", "ours,mine"], "--forms ours,mine: use some of float32,recipe,ours"),
+    ("loss_curves", ["--report", "--out", "/nowhere"], "--out /nowhere: no folder that can be written"),
+])  # fmt: skip
+def test_options_of_benchmarks_on_a_gpu(benchmark, capsys, name, arguments, message):
+    assert benchmark(name)[1](*arguments) == 2 and f"error: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "kept"), [("train_step", "train_step.jsonl"), ("loss_curves", "loss_curve ours 42.json")])
+def test_benchmarks_on_a_gpu_keep_what_they_measured(benchmark, tmp_path, name, kept):
+    """Until they can measure again, or report it."""
+    call = benchmark(name)[1]
+    assert "no " in call("--report", "--out", tmp_path) and not list(tmp_path.iterdir())
+    (tmp_path / kept).write_text('{"result": ')
+    assert call("--out", tmp_path) == f"{name}.py: needs a GPU that torch can use"
+    assert f"{kept}" in call("--report", "--out", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [kept] and (tmp_path / kept).read_text() == '{"result": '
+
+
+def test_loss_curves_needs_a_dataset(benchmark, monkeypatch, tmp_path):
+    loss_curves, call = benchmark("loss_curves")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(loss_curves.prepare, "DATASET", dataclasses.replace(loss_curves.prepare.DATASET, root=str(tmp_path)))
+    assert "run python prepare.py" in call("--out", tmp_path)
+
+
+def test_loss_curves_edits_train_py_as_it_is(benchmark, monkeypatch):
+    loss_curves, _ = benchmark("loss_curves")
+    source = (PROJECT / "train.py").read_text()
+    recipe = loss_curves.edited(source, "recipe", 700)
+    compile(recipe, "train.py", "exec")
+    assert "\nFUSED = False and " in recipe and '\nATTENTION = "flex"' in recipe and "(step + 1 - WARMUP_STEPS) / 689" in recipe
+    with pytest.raises(SystemExit, match="train.py has 'seconds [+]= elapsed' 0 times"):
+        loss_curves.edited(recipe, "ours", 700)
+    monkeypatch.setattr(loss_curves, "edited", lambda *a: "print('FAIL: no'); raise SystemExit(3)")
+    with pytest.raises(SystemExit, match="ours with seed 42 ended with 3: FAIL: no"):
+        loss_curves.whole_run("ours", 42, 700)
