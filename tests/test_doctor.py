@@ -8,6 +8,7 @@ import faulthandler
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -741,6 +742,9 @@ def test_any_locale_and_a_reader_that_leaves():
     assert done.returncode == 0 and "\\u2026" in done.stdout
     reader, writer = os.pipe()
     os.close(reader)
+    broken = select.poll()
+    broken.register(writer, 0)
+    assert broken.poll(10_000), "a process that another thread has just forked holds the reader until it is a program"
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert done.returncode == 1 and done.stderr == ""
