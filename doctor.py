@@ -1043,7 +1043,10 @@ def main():
 
 if __name__ == "__main__":
     try:
-        main()
+        try:
+            main()
+        finally:
+            sys.stdout.flush()  # a short output is written here, not after the last line that could catch it
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # `| head`: nobody reads on
