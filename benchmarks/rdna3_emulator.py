@@ -6,7 +6,7 @@ what lies between it and a code object of Triton's:
 
 - loading: the segments of the ELF file, the kernel descriptor, the arguments and the initial registers (`CodeObject`);
 - instructions that Triton emits and the emulator lacks: buffer loads and stores, 16-bit LDS loads to the high half,
-  permlanex16 with selectors from literals and registers (`_SUPPLEMENTS`);
+  permlanex16 with selectors from literals and registers (`_supplement`), DPP's row_xmask (`_with_row_xmask`);
 - three places where it does other than the hardware, for code that Triton emits: DPP reading the register that it writes,
   one scratch for all waves of a workgroup, LDS reads of idle lanes (`_mended`);
 - what it costs: the executed instructions by class, issue cycles, and the bound that issue alone sets (`Cost`).
@@ -114,7 +114,7 @@ def launch(compiled, grid, arguments):
 @contextlib.contextmanager
 def _patched(emulator, scratch_size, counts):
     """The emulator's decoder answers with ours for a while: supplements, mended instructions, everything counted."""
-    original = emulator._decode_at
+    original, control = emulator._decode_at, emulator._dpp16_ctrl
     scratch = collections.defaultdict(lambda: ctypes.create_string_buffer(LANES * scratch_size))
 
     def decode(pc, arch):
@@ -132,11 +132,11 @@ def _patched(emulator, scratch_size, counts):
 
         return (SimpleNamespace(arg=SimpleNamespace(globals=buffers)), SimpleNamespace(fxn=counted)), decoded
 
-    emulator._decode_at = decode
+    emulator._decode_at, emulator._dpp16_ctrl = decode, _with_row_xmask(emulator, control)
     try:
         yield
     finally:
-        emulator._decode_at = original
+        emulator._decode_at, emulator._dpp16_ctrl = original, control
 
 
 # --- instructions that the emulator lacks ---------------------------------------------------------------------------
@@ -279,6 +279,19 @@ def _permlanex16(words):
             wave.vgpr[target, lane] = value[other] if valid else 0 if bound_control else old[lane]
 
     return _instruction(12 if LITERAL in selectors else 8)(execute)
+
+
+def _with_row_xmask(emulator, original):
+    """The emulator's DPP16 control, and row_xmask:n, by which lane i of a row reads lane i ^ n of it: 0x160 + n on RDNA."""
+
+    def control(lane, dpp, *masks):
+        if dpp & 0x1F0 != 0x160:
+            return original(lane, dpp, *masks)
+        itself = 0b11100100  # quad_perm:[0,1,2,3]
+        source, *rest = original(lane, itself, *masks)
+        return source ^ (dpp & 15), *rest
+
+    return control
 
 
 def _supplement(emulator, raw, words, arch):

@@ -99,9 +99,11 @@ def _dot(a, b, acc):
 
 
 @triton.jit
-def _sees(query, key, n_keys, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
+def _sees(query, key, n_keys, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, FAST_BF16: tl.constexpr):
     """Whether a query sees a key; the two broadcast. Causal attention needs no test for the end: no query lies beyond it."""
-    if WINDOWED:  # 0 ≤ query - key ≤ window, as one unsigned comparison
+    # Without a window, `window` is n_keys. One unsigned comparison for both edges then takes fewer registers on gfx1151 (which FAST_BF16
+    # is for) and more on NVIDIA.
+    if WINDOWED or (CAUSAL and FAST_BF16):  # 0 ≤ query - key ≤ window
         return (query - key).to(tl.uint32, bitcast=True) <= tl.cast(window, tl.uint32)
     elif CAUSAL:
         return key <= query
@@ -167,7 +169,7 @@ def _attend(acc, peak, total, Q, k, v, start, m0, k_t, v_t, n_keys, window, scal
     if MASKED:
         query = tl.arange(0, BLOCK_M)
         key = (start - m0) + tl.arange(0, BLOCK_N)
-        S = tl.where(_sees(query[:, None], key[None, :], n_keys - m0, window, CAUSAL, WINDOWED), S, float("-inf"))
+        S = tl.where(_sees(query[:, None], key[None, :], n_keys - m0, window, CAUSAL, WINDOWED, FAST_BF16), S, float("-inf"))
     if FIXED_PEAK:
         if K.dtype == tl.bfloat16:  # what is summed is what is multiplied: rounded, or truncated with half an ulp added before
             P = tl.exp2(S * scale if MASKED else S * scale + HALF_ULP)
@@ -187,7 +189,7 @@ def _attend(acc, peak, total, Q, k, v, start, m0, k_t, v_t, n_keys, window, scal
     return acc, peak, total
 
 
-@triton.jit(do_not_specialize=["n_queries", "n_keys", "window", "bucket"])
+@triton.jit(do_not_specialize=["n_queries", "n_keys", "window", "bucket", "n_head"])
 def _forward_kernel(q, k, v, o, lse, n_queries, n_keys, window, bucket, n_head, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, scale,
                     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FAST_BF16: tl.constexpr, FIXED_PEAK: tl.constexpr):
@@ -252,7 +254,7 @@ def _dkdv_block(dK, dV, K, V, q, do, lse, delta, start, n0, q_t, do_t, n_queries
     if masked:
         query = (start - n0) + m
         key = tl.arange(0, BLOCK_N)
-        PT = tl.where(_sees(query[None, :], key[:, None], n_keys - n0, window, CAUSAL, WINDOWED), PT, 0.0)
+        PT = tl.where(_sees(query[None, :], key[:, None], n_keys - n0, window, CAUSAL, WINDOWED, FAST_BF16), PT, 0.0)
     dO = _load_rows(do, start, do_t, n_queries, BLOCK_M, HEAD_DIM, BLOCK_D, BOUNDED)
     if DV:
         dV = _dot(_narrow(PT, dO.dtype, FAST_BF16), dO, dV)
@@ -265,7 +267,7 @@ def _dkdv_block(dK, dV, K, V, q, do, lse, delta, start, n0, q_t, do_t, n_queries
     return dK, dV
 
 
-@triton.jit(do_not_specialize=["n_queries", "n_padded", "n_keys", "window", "bucket"])
+@triton.jit(do_not_specialize=["n_queries", "n_padded", "n_keys", "window", "bucket", "n_kv_head"])
 def _dkdv_kernel(q, k, v, do, lse, delta, dk, dv, n_queries, n_padded, n_keys, window, bucket, n_kv_head,
                  q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h, scale, scale_log2,
                  DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
@@ -305,14 +307,13 @@ def _dkdv_kernel(q, k, v, do, lse, delta, dk, dv, n_queries, n_padded, n_keys, w
             dK, dV = _dkdv_block(dK, dV, K, V, q, do, lse, delta, start, n0, q_t, do_t, n_queries, n_keys, window, scale_log2, masked,
                                  True, DK, DV, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, RELOAD, FAST_BF16)
             start += BLOCK_M
-            if GROUP > 1:
-                done = start >= end
-                start = tl.where(done, first, start)
-                step = done.to(tl.int64)
-                q += step * q_h
-                do += step * do_h
-                lse += step * n_padded
-                delta += step * n_padded
+            done = start >= end
+            start = tl.where(done, first, start)
+            step = done.to(tl.int64)
+            q += step * q_h
+            do += step * do_h
+            lse += step * n_padded
+            delta += step * n_padded
     row_stride = n_kv_head * HEAD_DIM
     out = b * n_keys * row_stride + h * HEAD_DIM
     if DK:
@@ -331,7 +332,7 @@ def _dq_block(dQ, Q, dO, L, delta, k, v, start, m0, k_t, v_t, n_keys, window, sc
     if masked:
         query = tl.arange(0, BLOCK_M)
         key = (start - m0) + tl.arange(0, BLOCK_N)
-        P = tl.where(_sees(query[:, None], key[None, :], n_keys - m0, window, CAUSAL, WINDOWED), P, 0.0)
+        P = tl.where(_sees(query[:, None], key[None, :], n_keys - m0, window, CAUSAL, WINDOWED, FAST_BF16), P, 0.0)
     V = _load_rows(v, start, v_t, n_keys, BLOCK_N, HEAD_DIM, BLOCK_D, BOUNDED)
     dP = _dot(dO, tl.trans(V), None)
     if RELOAD:
@@ -339,7 +340,7 @@ def _dq_block(dQ, Q, dO, L, delta, k, v, start, m0, k_t, v_t, n_keys, window, sc
     return _dot(_narrow(P * (dP - delta[:, None]), K.dtype, FAST_BF16), K, dQ)
 
 
-@triton.jit(do_not_specialize=["n_queries", "n_padded", "n_keys", "window", "bucket"])
+@triton.jit(do_not_specialize=["n_queries", "n_padded", "n_keys", "window", "bucket", "n_head"])
 def _dq_kernel(q, k, v, do, lse, delta, dq, n_queries, n_padded, n_keys, window, bucket, n_head,
                q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h, scale, scale_log2,
                GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -397,9 +398,9 @@ ROOMY = dict(SPLIT=True, RELOAD=False)
 # backward at 256 and float32 above 64 do spill: they work and are not tuned.
 # cuda: what compiles for sm_90 without, or with hardly any, spills; the smaller tiles are for short sequences and smaller parts.
 FORWARD_CONFIGS = {
-    64: {"hip": [_hip(64, 32), _hip(64, 64, waves_per_eu=4)],
+    64: {"hip": [_hip(128, 32, num_warps=8), _hip(64, 32)],
          "cuda": [_cuda(128, 64, 4, 3), _cuda(128, 128, 4, 3), _cuda(128, 128, 8, 2), _cuda(128, 64, 8, 3), _cuda(64, 64, 4, 3)]},
-    128: {"hip": [_hip(64, 32, waves_per_eu=1), _hip(128, 32, num_warps=8, waves_per_eu=4), _hip(64, 16)],
+    128: {"hip": [_hip(128, 32, num_warps=8, waves_per_eu=4), _hip(64, 32, waves_per_eu=1), _hip(128, 16, num_warps=8, waves_per_eu=8)],
           "cuda": [_cuda(64, 64, 4, 3), _cuda(128, 64, 8, 3), _cuda(64, 32, 4, 4)]},
     256: {"hip": [_hip(64, 16, num_warps=8, waves_per_eu=4)], "cuda": [_cuda(128, 32, 8, 2), _cuda(64, 64, 8, 2)]},
     "float32": {"hip": [_hip(16, 16, num_warps=8, waves_per_eu=4)], "cuda": [_cuda(32, 16, 8, 1)]},
@@ -416,7 +417,7 @@ DQ_CONFIGS = {
     64: {"hip": [_hip(64, 32, waves_per_eu=4, **LEAN)],
          "cuda": [_cuda(128, 64, 8, 3, **ROOMY), _cuda(128, 128, 8, 2, **ROOMY),
                   _cuda(64, 64, 4, 3, **ROOMY), _cuda(64, 128, 4, 2, **ROOMY)]},
-    128: {"hip": [_hip(64, 16, waves_per_eu=4, **LEAN), _hip(128, 16, num_warps=8, waves_per_eu=4, **LEAN)],
+    128: {"hip": [_hip(128, 16, num_warps=8, waves_per_eu=4, **LEAN), _hip(64, 16, waves_per_eu=4, **LEAN)],
           "cuda": [_cuda(64, 64, 4, 2, **ROOMY), _cuda(128, 64, 8, 3, **ROOMY)]},
     256: {"hip": [_hip(32, 16, num_warps=8, waves_per_eu=4, **LEAN)], "cuda": [_cuda(64, 32, 8, 2, **ROOMY)]},
     "float32": {"hip": [_hip(16, 16, num_warps=8, waves_per_eu=4, **LEAN)], "cuda": [_cuda(16, 16, 8, 1, **ROOMY)]},
