@@ -47,6 +47,7 @@ HALF_ULP = tl.constexpr(0.004)  # what truncation to bfloat16 takes from log2 of
 LOG2E = 1.4426950408889634
 # Triton's interpreter multiplies the bit patterns of bfloat16 operands and truncates when it converts to bfloat16.
 _INTERPRETED = tl.constexpr(INTERPRETED)
+TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 HEAD_DIMS = "multiples of 8 from 16 to 256 (32, 64 and 128 are tuned)"
 
 
@@ -393,14 +394,15 @@ LEAN = dict(SPLIT=False, RELOAD=True)
 ROOMY = dict(SPLIT=True, RELOAD=False)
 
 # By padded head_dim (64 also for smaller ones), or "float32" for any head_dim in float32; the first of each list is the default.
-# hip: what compiles for gfx1151 without spills at head_dim up to 128 and issues best on the emulator; waves_per_eu is what keeps
-# the allocator from spilling, and the tiles of 8 warps are for versions of Triton that spill the others (docs/gfx1151.md). The
-# backward at 256 and float32 above 64 do spill: they work and are not tuned.
+# hip: what compiles for gfx1151 without spills at head_dim up to 128 (on Triton 3.7 and 3.8; on 3.6 the first of each list) and issues
+# best on the emulator; waves_per_eu is what keeps the allocator from spilling, or leaves room for more waves (docs/gfx1151.md).
+# The backward at 256 and float32 above 64 do spill: they work and are not tuned.
 # cuda: what compiles for sm_90 without, or with hardly any, spills; the smaller tiles are for short sequences and smaller parts.
+_FORWARD_128 = _hip(64, 32, waves_per_eu=1) if TRITON_VERSION > (3, 6) else _hip(128, 32, num_warps=8, waves_per_eu=4)  # 3.6 spills 64×32
 FORWARD_CONFIGS = {
     64: {"hip": [_hip(128, 32, num_warps=8), _hip(64, 32)],
          "cuda": [_cuda(128, 64, 4, 3), _cuda(128, 128, 4, 3), _cuda(128, 128, 8, 2), _cuda(128, 64, 8, 3), _cuda(64, 64, 4, 3)]},
-    128: {"hip": [_hip(128, 32, num_warps=8, waves_per_eu=4), _hip(64, 32, waves_per_eu=1), _hip(128, 16, num_warps=8, waves_per_eu=8)],
+    128: {"hip": [_FORWARD_128, _hip(128, 16, num_warps=8, waves_per_eu=8)],
           "cuda": [_cuda(64, 64, 4, 3), _cuda(128, 64, 8, 3), _cuda(64, 32, 4, 4)]},
     256: {"hip": [_hip(64, 16, num_warps=8, waves_per_eu=4)], "cuda": [_cuda(128, 32, 8, 2), _cuda(64, 64, 8, 2)]},
     "float32": {"hip": [_hip(16, 16, num_warps=8, waves_per_eu=4)], "cuda": [_cuda(32, 16, 8, 1)]},
@@ -622,8 +624,8 @@ _STRIDES = ("_b", "_t", "_h")
 
 
 def gfx1151_cases():
-    """Every candidate for gfx1151, bfloat16 and causal: head_dim 128 (train.py: 4 heads, T 2048) and 64, with and without a window,
-    heads in groups of 4, and bounded scores. What to compile, and what a launch will tell the compiler."""
+    """Every candidate for gfx1151 in bfloat16: head_dim 128 (train.py: 4 heads, T 2048) and 64, causal with and without a window and
+    with heads in groups of 4, full, and bounded scores. What to compile, and what a launch will tell the compiler."""
 
     def case(name, kernel, shape, constexprs, options, kind, default):
         signature = {
@@ -637,13 +639,15 @@ def gfx1151_cases():
         passes = [("forward", _forward_kernel, FORWARD_CONFIGS, dict(FIXED_PEAK=bounded)) for bounded in (False, True)]
         passes += [("dq", _dq_kernel, DQ_CONFIGS, {})] + [
             (name, _dkdv_kernel, DKDV_CONFIGS, dict(DK="dk" in name, DV="dv" in name)) for name in (["dkdv"] if fused else ["dv", "dk"])]
-        for (name, kernel, table, flags), (group, windowed) in itertools.product(passes, ((1, False), (1, True), (4, False))):
-            shape = f"head_dim {head_dim}, " + ("window" if windowed else "causal") + (", groups of 4" if group > 1 else "")
+        for (name, kernel, table, flags), (group, sees) in itertools.product(
+                passes, ((1, "causal"), (1, "window"), (4, "causal"), (1, "full"))):
+            shape = f"head_dim {head_dim}, {sees}" + (", groups of 4" if group > 1 else "")
             shape += ", bounded" if flags.get("FIXED_PEAK") else ""
             for i, config in enumerate(table[head_dim]["hip"]):
                 tile = {n: x for n, x in config.kwargs.items() if n != "waves_per_eu"}
                 options = {n: x for n, x in config.all_kwargs().items() if n in ("num_warps", "num_stages", "waves_per_eu")}
-                constexprs = dict(GROUP=group, CAUSAL=True, WINDOWED=windowed, HEAD_DIM=head_dim, BLOCK_D=head_dim, **flags, **tile)
+                constexprs = dict(GROUP=group, CAUSAL=sees != "full", WINDOWED=sees == "window", HEAD_DIM=head_dim, BLOCK_D=head_dim,
+                                  **flags, **tile)
                 which = f"flash_attention {name} {tile['BLOCK_M']}×{tile['BLOCK_N']}"
                 yield case(which, kernel, shape, constexprs, options, "matmul", i == 0)
         constexprs = dict(HEAD_DIM=head_dim, BLOCK_D=head_dim, BLOCK_M=DELTA_ROWS)

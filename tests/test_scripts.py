@@ -114,7 +114,7 @@ def wheels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheels")
     for name in requirement_names():
         if name not in ("torch", "pytest"):
-            make_wheel(folder, name, "3.7.1" if name == "triton" else "999")
+            make_wheel(folder, name, "3.8.0" if name == "triton" else "999")
     make_wheel(
         folder, "pytest", "999", {"pytest/__init__.py": "", "pytest/__main__.py": "import sys; print('pytest', sys.argv[1:]); sys.exit(5)"}
     )
@@ -678,10 +678,10 @@ def test_own_torch_and_triton_are_never_touched(project, env, tmp_path):
     assert result.returncode == 0 and "installing torch" not in result.stderr, result.stderr
     assert run(project, env, script="test.sh").returncode == 5  # pytest's, in this setting
     assert before == {name: fingerprint(site(project) / name) for name in before}
-    assert not (site(project) / "triton-3.7.1.dist-info").exists()
+    assert not (site(project) / "triton-3.8.0.dist-info").exists()
     assert (site(project) / "rustbpe").exists() and (site(project) / "hypothesis").exists()
     text = (project / "pyproject.toml").read_text()
-    (project / "pyproject.toml").write_text(text.replace("dependencies = [", 'dependencies = [\n    "triton>=3.7.1", "torch==2.13.0",', 1))
+    (project / "pyproject.toml").write_text(text.replace("dependencies = [", 'dependencies = [\n    "triton>=3.8.0", "torch==2.13.0",', 1))
     assert run(project, env).returncode == 0
     (project / "pyproject.toml").write_text(text.replace("dependencies = [", 'dependencies = [\n    "pytorch-triton-rocm==4",', 1))
     fails_with(run(project, env), "could not install the packages")
@@ -858,7 +858,7 @@ def test_no_python_header(project, env):
 def test_test_sh_sets_up_and_passes_arguments(ready, env, tmp_path):
     result = run(ready, env, "-k", "two words", script="test.sh", cwd=tmp_path)
     assert result.stdout == "pytest ['-n', '2', '--dist', 'worksteal', '-k', 'two words']\n" and result.returncode == 5, result.stderr
-    assert (site(ready) / "hypothesis").exists() and (site(ready) / "triton-3.7.1.dist-info").exists()
+    assert (site(ready) / "hypothesis").exists() and (site(ready) / "triton-3.8.0.dist-info").exists()
     assert "installing" not in run(ready, env).stderr  # run.sh has not forgotten that it is set up
     shutil.copytree(ROOT / ".ci", ready / ".ci")
     again = subprocess.run(["bash", str(ready / ".ci/run")], env=env, cwd="/", text=True, capture_output=True, timeout=60)
