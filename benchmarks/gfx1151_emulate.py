@@ -36,7 +36,12 @@ from triton.backends.driver import DriverBase
 
 # TFLOP/s by head_dim: what a change must keep
 BOUNDS = {64: {"forward": 43, "forward, bounded": 46, "backward": 34}, 128: {"forward": 46, "forward, bounded": 51, "backward": 32}}
-ATTENTION = {"causal": {"causal": True}, "causal, bounded": {"causal": True, "bounded": True}, "full": {"causal": False}}
+ATTENTION = {
+    "causal": {"causal": True},
+    "causal, bounded": {"causal": True, "bounded": True},
+    "full": {"causal": False},
+    "full, bounded": {"causal": False, "bounded": True},
+}
 MODULES = ("rms_norm", "gated", "qk_norm_rope", "qkv", "residual_mix", "norm_linear", "mlp", "attention", "cross_entropy")
 COLUMNS = ("case", "kernels", "instructions", "wmma", "vector_cycles", "lds_cycles", "scratch", "worst", "verdict", "seconds")
 

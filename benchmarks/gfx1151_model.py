@@ -256,11 +256,21 @@ def _merged(group, is_read_later):
     return Event("elementwise", name, group[0].part, reads, kept)
 
 
+def own_config():
+    """train.py's own GPTConfig. It refuses FUSED where there is no GPU."""
+    import train
+
+    fused, train.FUSED = train.FUSED, False
+    config = train.model_config(train.prepare.DATASET.vocab_size)
+    train.FUSED = fused
+    return config
+
+
 def count_step(fused, config=None, tokens=TOKENS, micro_batch=MICRO_BATCH):
     """One optimizer step of train.py's model (its own configuration, or another): [(Event, how often)]. After `as_gfx1151`."""
     import train
 
-    config = config or train.model_config(train.prepare.DATASET.vocab_size)
+    config = config or own_config()
     train.FUSED, train.ATTENTION = fused, "kernels" if fused else "full"
     train.backends.choose_weight_gradients = _choose_by_published_rates
     train.backends.check_attention = lambda *asked: None  # fake tensors have no numbers to check
@@ -447,7 +457,7 @@ def model():
         }
 
     with torch.device("meta"):
-        flops = train.GPT(train.model_config(train.prepare.DATASET.vocab_size)).estimate_flops() * TOKENS
+        flops = train.GPT(own_config()).estimate_flops() * TOKENS
     return steps(PRODUCTS), {step: seconds(rows) for step, rows in steps(LARGER_PRODUCTS).items()}, flops
 
 

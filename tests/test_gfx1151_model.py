@@ -27,6 +27,7 @@ model.as_gfx1151()
 import train
 config = train.GPTConfig({T}, {VOCAB}, 2, {HEADS}, {HEADS}, {WIDTH}, "SL")
 steps = [model.count_step(fused, config, {TOKENS}, 2) for fused in (True, False)]
+assert model.own_config().sequence_len == 2048  # what the committed table counts; with FUSED set, as on the part
 rates = {{**model.product_rates(model.PRODUCTS), "attention forward": 1.0, "attention backward": 1.0}}
 print(json.dumps([model.kernel_rows("step", counted, [rates]) for counted in steps]))
 """
