@@ -128,21 +128,50 @@ def helper(series, name, start="HEAD"):
     return Checkout(folder, {"AUTORESEARCH_CACHE": series.environment["AUTORESEARCH_CACHE"]})
 
 
-def wait_until(condition, seconds=20):
+def wait_until(condition, seconds=20, what="it did not happen"):
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not happen"
+        assert time.monotonic() < end, what
         time.sleep(0.02)
 
 
-# As sitecustomize.py: KILL=role:function:event kills the caller or a supervisor where it calls, or returns from, a function of the loop.
+def processes_of(token):
+    """loop.processes.processes_of, asked by a process that has no children: by descent it would find this one's, as torch's compilers."""
+    code = "import sys; from loop import processes; print(*processes.processes_of(sys.argv[1], None))"
+    done = subprocess.run([sys.executable, "-c", code, token], cwd=PROJECT, check=True, capture_output=True, text=True)
+    return [int(pid) for pid in done.stdout.split()]
+
+
+class Kill:
+    """SIGKILL at a stage, such as "supervisor:finish/remove_tree:return": to the caller or to a supervisor, where it calls, or returns
+    from, a function of the loop, here where another function has called that; the other may be left out.
+
+    environment: what the command is given to be killed, itself or the supervisor that it starts.
+    """
+
+    def __init__(self, folder, stage):
+        self.stage, self.mark = stage, folder / "killed"
+        (folder / "sitecustomize.py").write_text(HOOK)
+        self.environment = {"PYTHONPATH": str(folder), "KILL": stage}
+
+    def check(self):
+        """That it was done: a function may have got another name, or may no longer be called there."""
+        wait_until(self.mark.exists, what=f"{self.stage} was not reached, and nothing was killed")
+
+
 HOOK = """
 import os, signal, sys
+
 role, _, where = os.environ.get("KILL", "").partition(":")
 if any(a.endswith("experiment.py") for a in sys.orig_argv) and role == ("supervisor" if "_supervise" in sys.orig_argv else "caller"):
-    name, event = where.split(":")
+    place, event = where.split(":")
+    caller, _, name = place.rpartition("/")
+
     def hook(frame, kind, argument):
         if kind == event and frame.f_code.co_name == name and "a project" in frame.f_code.co_filename:
-            os.kill(os.getpid(), signal.SIGKILL)
+            if not caller or frame.f_back.f_code.co_name == caller:
+                with open(os.path.join(os.path.dirname(__file__), "killed"), "w"):
+                    os.kill(os.getpid(), signal.SIGKILL)
+
     sys.setprofile(hook)
 """

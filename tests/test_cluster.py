@@ -163,7 +163,7 @@ def test_supervisor_that_is_killed_is_replaced(nodes, series):
     series.call("try", "outlives its supervisor", "--on", nodes.address, "--wait", 0, code=75)
     number = max(int(name) for name in os.listdir(series.folder / "runs") if name.isdecimal())
     wait_until(lambda: is_running(series, number))
-    command = f"experiment.py\0_supervise\0{number}\0".encode()
+    command = f"{series.folder}/experiment.py\0_supervise\0{number}\0".encode()
     for process in processes():
         if command in (files.read_bytes(f"/proc/{process['pid']}/cmdline") or b""):
             os.kill(process["pid"], signal.SIGKILL)

@@ -58,7 +58,7 @@ def test_loader_benchmark(demo, tmp_path):
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
+def program(monkeypatch):
     """Imports a benchmark and gives its `main` for a list of arguments; as on a machine without a GPU."""
     monkeypatch.syspath_prepend(str(PROJECT / "benchmarks"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -89,14 +89,14 @@ def benchmark(monkeypatch):
     ("loss_curves", ["--forms", "ours,mine"], "--forms ours,mine: use some of float32,recipe,ours"),
     ("loss_curves", ["--report", "--out", "/nowhere"], "--out /nowhere: no folder that can be written"),
 ])  # fmt: skip
-def test_options_of_benchmarks_on_a_gpu(benchmark, capsys, name, arguments, message):
-    assert benchmark(name)[1](*arguments) == 2 and f"error: {message}" in capsys.readouterr().err
+def test_options_of_benchmarks_on_a_gpu(program, capsys, name, arguments, message):
+    assert program(name)[1](*arguments) == 2 and f"error: {message}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "kept"), [("train_step", "train_step.jsonl"), ("loss_curves", "loss_curve ours 42.json")])
-def test_benchmarks_on_a_gpu_keep_what_they_measured(benchmark, tmp_path, name, kept):
+def test_benchmarks_on_a_gpu_keep_what_they_measured(program, tmp_path, name, kept):
     """Until they can measure again, or report it."""
-    call = benchmark(name)[1]
+    call = program(name)[1]
     assert "no " in call("--report", "--out", tmp_path) and not list(tmp_path.iterdir())
     (tmp_path / kept).write_text('{"result": ')
     assert call("--out", tmp_path) == f"{name}.py: needs a GPU that torch can use"
@@ -104,15 +104,15 @@ def test_benchmarks_on_a_gpu_keep_what_they_measured(benchmark, tmp_path, name, 
     assert [path.name for path in tmp_path.iterdir()] == [kept] and (tmp_path / kept).read_text() == '{"result": '
 
 
-def test_loss_curves_needs_a_dataset(benchmark, monkeypatch, tmp_path):
-    loss_curves, call = benchmark("loss_curves")
+def test_loss_curves_needs_a_dataset(program, monkeypatch, tmp_path):
+    loss_curves, call = program("loss_curves")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(loss_curves.prepare, "DATASET", dataclasses.replace(loss_curves.prepare.DATASET, root=str(tmp_path)))
     assert "run python prepare.py" in call("--out", tmp_path)
 
 
-def test_loss_curves_edits_train_py_as_it_is(benchmark, monkeypatch):
-    loss_curves, _ = benchmark("loss_curves")
+def test_loss_curves_edits_train_py_as_it_is(program, monkeypatch):
+    loss_curves, _ = program("loss_curves")
     source = (PROJECT / "train.py").read_text()
     recipe = loss_curves.edited(source, "recipe", 700)
     compile(recipe, "train.py", "exec")

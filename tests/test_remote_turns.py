@@ -17,7 +17,7 @@ import threading
 import types
 
 import pytest
-from checkout import HOOK, Checkout, helper, wait_until
+from checkout import Checkout, Kill, helper, wait_until
 from conftest import PROJECT
 from head import Head
 
@@ -77,15 +77,15 @@ def constants(text):
 # ---- killed at every stage ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", ["send:return", "lock_file:return", "detach:call"])
+@pytest.mark.parametrize("stage", ["send:return", "start_turn/lock_file:return", "detach:call"])
 def test_killed_then_any_command(series, head, tmp_path, stage):
     """SIGKILL at a stage of a run that becomes a candidate, or of its second run's start: a row for each, and both are in the best."""
-    (tmp_path / "sitecustomize.py").write_text(HOOK)
+    kill = Kill(tmp_path, f"supervisor:{stage}")
     count, old = len(series.rows), constants(series.train.read_text())
     new = {"BONUS": round(old["BONUS"] + 0.02, 6), "VALUE": round(old["VALUE"] - 0.01, 6)}
     head.held.add(f"BONUS = {new['BONUS']}\n")
     series.edit(BONUS=new["BONUS"])
-    remote(series, head, f"once again: {stage}", wait=0, code=75, PYTHONPATH=str(tmp_path), KILL=f"supervisor:{stage}")
+    remote(series, head, f"once again: {stage}", wait=0, code=75, **kill.environment)
     number = last(series)
     if stage.startswith("send"):
         wait_until(lambda: not supervisors(series, number))
@@ -93,6 +93,7 @@ def test_killed_then_any_command(series, head, tmp_path, stage):
     assert "\nkeep run" in remote(series, head, "meanwhile")
     head.held.clear()
     wait_until(lambda: not supervisors(series, number))
+    kill.check()
     series.call("status")
     series.call("wait")
     rows = [row[1:] for row in series.rows[count:]]
