@@ -38,7 +38,10 @@ def fail(message, code=1):
 def run(main, out_of_memory):
     """`main()`, with one line and an exit code of its own for each kind of end; `out_of_memory`: what to lower then."""
     try:
-        main()
+        try:
+            main()
+        finally:
+            sys.stdout.flush()  # a short output is written here, not after the last line that could catch it
     except prepare.DataError as e:
         fail(e, EXIT_ENVIRONMENT)
     except prepare.NoResult as e:

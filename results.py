@@ -1163,7 +1163,10 @@ def main():
 
 if __name__ == "__main__":
     try:
-        main()
+        try:
+            main()
+        finally:
+            sys.stdout.flush()  # a short output is written here, not after the last line that could catch it
     except BrokenPipeError:  # `| head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

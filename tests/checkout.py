@@ -135,6 +135,19 @@ def wait_until(condition, seconds=20, what="it did not happen"):
         time.sleep(0.02)
 
 
+def without_a_reader(command, environment=None):
+    """(exit code, stderr) of a command into a pipe that nobody reads on, as `| head` leaves one: as Python buffers it, and unbuffered."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        for unbuffered in ("", "1"):
+            env = (environment or os.environ) | {"PYTHONUNBUFFERED": unbuffered}
+            done = subprocess.run(list(map(str, command)), env=env, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+            yield done.returncode, done.stderr
+    finally:
+        os.close(writer)
+
+
 def processes_of(token):
     """loop.processes.processes_of, asked by a process that has no children: by descent it would find this one's, as torch's compilers."""
     code = "import sys; from loop import processes; print(*processes.processes_of(sys.argv[1], None))"

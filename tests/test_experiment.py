@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 import pytest
-from checkout import RUN_SH, Checkout, Kill, helper, processes_of, wait_until
+from checkout import RUN_SH, Checkout, Kill, helper, processes_of, wait_until, without_a_reader
 from conftest import PROJECT
 
 from loop import files, processes, proposal, verdict
@@ -900,6 +900,13 @@ def test_without_standard_output(series):
     command = 'exec "$0" "$1" try x <&- >&- 2>&-'
     done = subprocess.run(["sh", "-c", command, sys.executable, series.folder / "experiment.py"], env=series.environment, timeout=60)
     assert done.returncode == 0 and len(series.rows) == 2
+
+
+def test_a_reader_that_leaves(shared):
+    """No message of Python's own, and what is refused is refused all the same."""
+    for arguments, code, said in ((["status"], 0, ""), (["--help"], 0, ""), (["show", 99999], 2, "experiment.py: there is no run 99999")):
+        for ended, stderr in without_a_reader([sys.executable, shared.folder / "experiment.py", *arguments], shared.environment):
+            assert ended == code and stderr.startswith(said) and stderr.count("\n") == len(said[:1]), (arguments, stderr)
 
 
 @pytest.mark.parametrize("setting", ["true", "input"])

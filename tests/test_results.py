@@ -12,6 +12,7 @@ import sys
 import nbformat
 import numpy as np
 import pytest
+from checkout import without_a_reader
 from conftest import PROJECT
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -399,6 +400,11 @@ def test_command_fails_in_one_line(tmp_path):
     for name in ("~no such user/x.tsv", tmp_path / "gone" / "results.tsv"):
         done = call(name)
         assert done.returncode == 1 and done.stderr.startswith(f"FAIL: {name}: no such ledger") and done.stderr.count("\n") == 1
+
+
+def test_a_reader_that_leaves(tmp_path):
+    for ended in without_a_reader([sys.executable, PROJECT / "results.py", "--json", write_night(tmp_path, 3, runs=False)]):
+        assert ended == (1, "")
 
 
 # ---- the page ---------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import io
 import math
 import os
 import re
@@ -283,6 +284,18 @@ def test_every_end_has_its_line_and_exit_code(capsys, error, code):
     line = capsys.readouterr().err
     assert end.value.code == code and line.startswith("FAIL: ") and line.count("\n") == 1
     assert (str(error) or "interrupted") in line and ("use 4" in line) == isinstance(error, torch.OutOfMemoryError)
+
+
+@pytest.mark.parametrize("buffering", [-1, 0])
+def test_a_reader_that_leaves(monkeypatch, capsys, buffering):
+    """As `train.py | head`, with an output that Python's buffer holds to the end, or none of it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb", buffering=buffering) as pipe, io.TextIOWrapper(pipe, write_through=buffering == 0) as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with pytest.raises(SystemExit) as end:
+            machine.run(lambda: print("a line"), "")
+    assert end.value.code == 1 and capsys.readouterr().err == ""
 
 
 def test_absurd_losses_are_no_result(demo, tmp_path):
