@@ -113,7 +113,7 @@ def decoded(data):
     """A ledger's text: UTF-8, or UTF-16 as Windows' PowerShell saves it, with or without its mark; then UTF-8 in what was appended."""
     if data[:2] not in (b"\xff\xfe", b"\xfe\xff") and 0 not in data[:2]:
         return data.decode("utf-8-sig", errors="replace")
-    little = data[:2] == b"\xff\xfe" or data[1] == 0
+    little = data[:2] == b"\xff\xfe" or data[1:2] == b"\0"
     end = data.rfind(b"\0") + (1 if little else 2)  # after the last line break: UTF-8 has no NUL
     if b"\t" not in data[end:]:
         end = len(data)

@@ -9,12 +9,14 @@ import io
 import os
 import re
 
-import nbformat
 import pytest
 from conftest import PROJECT
-from nbclient import NotebookClient
 from nights import HEADER, write_night
 from PIL import Image
+
+nbformat = pytest.importorskip("nbformat")
+NotebookClient = pytest.importorskip("nbclient").NotebookClient
+pytest.importorskip("ipykernel")
 
 NOTEBOOK = PROJECT / "analysis.ipynb"
 # Upstream's own columns and habits: no runs/, a crash first, a quote, a tab, CRLF, a status of its own.

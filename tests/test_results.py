@@ -9,12 +9,11 @@ import shutil
 import subprocess
 import sys
 
-import nbformat
 import numpy as np
 import pytest
 from checkout import without_a_reader
 from conftest import PROJECT
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from matplotlib.text import Text
 from nights import HEADER, outcome, row, write_night, write_run
@@ -133,6 +132,7 @@ line = st.lists(cell, max_size=7).map("\t".join)
         st.binary(max_size=200), st.lists(line, max_size=8).map(lambda lines: (HEADER + "\n".join(lines)).encode("utf-8", "replace"))
     )
 )
+@example(content=b"\0")
 def test_any_bytes(tmp_path_factory, content):
     """Nothing that a file can hold raises, and no row gets lost."""
     night = results.read(ledger(tmp_path_factory.mktemp("any"), content))
@@ -411,7 +411,9 @@ def test_a_reader_that_leaves(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
+def night_page(tmp_path_factory):
+    for module in ("nbconvert", "ipykernel"):
+        pytest.importorskip(module)
     folder = tmp_path_factory.mktemp("page")
     other = tmp_path_factory.mktemp("jupyter")  # with a kernel python3 that is not this Python's
     (other / "kernels" / "python3").mkdir(parents=True)
@@ -422,9 +424,9 @@ def page(tmp_path_factory):
     return folder / "results.html"
 
 
-def test_page_stands_alone(page):
+def test_page_stands_alone(night_page):
     """No code, no script, nothing from elsewhere; whatever a description or a diff holds is text."""
-    text = page.read_text(encoding="utf-8")
+    text = night_page.read_text(encoding="utf-8")
     assert "import results" not in text and "In [" not in text and "<script" not in text and "&lt;script&gt;" in text
     loaded = re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?([^"' >)]*)""", text)
     assert loaded and all(address.startswith("data:image/png;base64,") for address in loaded) and "@import" not in text
@@ -435,6 +437,8 @@ def test_page_stands_alone(page):
 @pytest.mark.parametrize(("cell", "words"), [("1 / 0", "ZeroDivisionError: division by zero"), ("import os; os._exit(1)", "Kernel died")])
 def test_page_of_a_notebook_that_fails(tmp_path, cell, words):
     """Somebody's own notebook is at fault: one line says why, and there is no half a page."""
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
     shutil.copy(PROJECT / "results.py", tmp_path)
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)]), tmp_path / "analysis.ipynb")
     done = subprocess.run([sys.executable, "results.py", "--page"], cwd=tmp_path, capture_output=True, text=True)
@@ -443,7 +447,7 @@ def test_page_of_a_notebook_that_fails(tmp_path, cell, words):
 
 
 @pytest.mark.browser
-def test_page_in_a_browser(page):
+def test_page_in_a_browser(night_page):
     """Wide and narrow, light and dark: nothing is cut off, and a row folds open and shut by mouse and keyboard."""
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
@@ -460,7 +464,7 @@ def test_page_in_a_browser(page):
             driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
             metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
             driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-            driver.get(page.as_uri())
+            driver.get(night_page.as_uri())
             rows = driver.find_elements(By.CSS_SELECTOR, "details")
             summary, diff = rows[4].find_element(By.TAG_NAME, "summary"), rows[4].find_element(By.CSS_SELECTOR, "pre.diff")
             others = [row.find_element(By.TAG_NAME, "pre") for row in rows if row != rows[4]]
