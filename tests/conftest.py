@@ -1,5 +1,6 @@
 """Shared by all tests: a cache of their own, the demonstration as the dataset, and the switch between interpreter and GPU for kernels."""
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -53,8 +54,17 @@ def pytest_configure(config):
         _round_to_bfloat16_like_a_gpu()
 
 
-def pytest_collection_modifyitems(items):
+# What several tests of a file share and is slow to make is made once, so they run in one of xdist's processes.
+SHARED = ("nodes", "finished", "executed", "night_page")
+
+
+def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: not item.get_closest_marker("slow"))  # the longest first: begun last, one would be waited for alone
     for item in items:
+        if config.pluginmanager.hasplugin("xdist"):
+            for name in SHARED:
+                if name in item.fixturenames:
+                    item.add_marker(pytest.mark.xdist_group(name))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if item.get_closest_marker("emulator") and not os.environ.get("TINYGRAD_PATH"):
@@ -105,12 +115,31 @@ def poison_empty(monkeypatch):
     assert all((guard == 7).all() for guard in guards), "a kernel wrote beyond the end of a tensor"
 
 
+def made_once(tmp_path_factory, name, make):
+    """The folder that `make(folder)` has filled, by whichever of xdist's processes came first; none of them changes what is in it."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+    folder, made = base / name, base / f"{name}.made"
+    with open(base / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            made.touch()
+    return folder
+
+
 @pytest.fixture(scope="session")
-def demo():
-    """The demonstration's dataset, prepared in the tests' cache as a user would prepare it."""
-    subprocess.run([sys.executable, "prepare.py"], cwd=PROJECT, check=True)
+def demo(tmp_path_factory):
+    """The demonstration's dataset in the tests' cache, prepared as a user would prepare it."""
+
+    def make(folder):
+        subprocess.run([sys.executable, "prepare.py"], cwd=PROJECT, env=os.environ | {"AUTORESEARCH_CACHE": str(folder)}, check=True)
+
     import prepare
 
+    shutil.copytree(made_once(tmp_path_factory, "demonstration", make) / "demo", prepare.DATASET.root)
     return prepare.DATASET
 
 
@@ -123,11 +152,14 @@ def golden(tmp_path_factory):
 
     import prepare
 
-    dataset = prepare.Dataset(
-        "golden", str(tmp_path_factory.mktemp("golden")), max_seq_len=256, vocab_size=2048, eval_tokens=16384, time_budget=60
-    )
-    os.makedirs(dataset.data_dir)
-    for name, seed, count in (("shard_00000.parquet", 11, 1500), ("shard_00001.parquet", 12, 1500), (prepare.VAL_FILENAME, 13, 900)):
-        pq.write_table(pa.table({"text": documents(seed, count)}), os.path.join(dataset.data_dir, name), row_group_size=256)
-    prepare.prepare(dataset)
-    return dataset
+    def dataset(root):
+        return prepare.Dataset("golden", str(root), max_seq_len=256, vocab_size=2048, eval_tokens=16384, time_budget=60)
+
+    def make(folder):
+        os.mkdir(folder / "data")
+        for name, seed, count in (("shard_00000.parquet", 11, 1500), ("shard_00001.parquet", 12, 1500), (prepare.VAL_FILENAME, 13, 900)):
+            pq.write_table(pa.table({"text": documents(seed, count)}), folder / "data" / name, row_group_size=256)
+        prepare.prepare(dataset(folder))
+
+    mine = tmp_path_factory.mktemp("golden")
+    return dataset(shutil.copytree(made_once(tmp_path_factory, "golden dataset", make), mine, dirs_exist_ok=True))
