@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
+NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}  # for the environment of a process that is to see none
 RUN_SH = '#!/bin/sh\ncd "$(dirname "$0")" && exec venv/bin/python train.py "$@"\n'
 
 # What loop/ asks of the fixed modules.
@@ -63,6 +64,13 @@ class Checkout:
         self.git("init", "--quiet", "--initial-branch", "main")
         self.commit("start")
         return self
+
+    def copy(self, folder):
+        """The same in another folder, with a cache of its own, as if it had been made and begun there."""
+        shutil.copytree(self.folder.parent, folder.parent, symlinks=True, dirs_exist_ok=True)
+        for path in (folder / "runs").rglob("*.json"):
+            path.write_text(path.read_text().replace(str(self.folder.parent), str(folder.parent)))
+        return Checkout(folder)
 
     @property
     def train(self):

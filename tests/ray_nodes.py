@@ -15,6 +15,8 @@ import urllib.request
 import uuid
 from pathlib import Path
 
+from checkout import NO_GPU
+
 TOKEN = uuid.uuid4().hex
 
 
@@ -57,6 +59,7 @@ class Nodes:
                 "RAY_health_check_failure_threshold": "3",
                 "NODE": f"{self.mark}-{n}",
             }
+            | ({} if gpus else NO_GPU)
             | environment
         )
         environment.pop("AUTORESEARCH_DATASET", None)

@@ -25,21 +25,16 @@ from loop.processes import processes
 pytestmark = pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="needs a virtual environment, as a node has")
 
 
-@contextlib.contextmanager
-def three_nodes(folder):
-    nodes = Nodes(folder)
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    """Three nodes of one core each. Who loses one starts it again."""
+    nodes = Nodes(tmp_path_factory.mktemp("nodes"))
     try:
         for n in range(3):
             nodes.start(n)
         yield nodes
     finally:
         nodes.end()
-
-
-@pytest.fixture(scope="module")
-def nodes(tmp_path_factory):
-    with three_nodes(tmp_path_factory.mktemp("nodes")) as nodes:
-        yield nodes
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +60,15 @@ def use_this_venv(checkout):
     (checkout.folder / "venv").symlink_to(sys.prefix)
 
 
-def patch(checkout, name, **constants):
+def until(path):
+    """For Checkout.edit: the run goes on when this file is there."""
+    return f"[time.sleep(0.05) for _ in iter(lambda: os.path.exists({str(path)!r}), True)]"
+
+
+def patch(checkout, name, behaviour="", **constants):
     """A file with an edit of the best's train.py, which is left as it is."""
     best = checkout.train.read_text()
-    checkout.edit(**constants)
+    checkout.edit(behaviour, **constants)
     path = checkout.folder.parent / f"{name}.patch"
     path.write_text(f"{name}: as a patch\n\n" + checkout.git("diff", "train.py") + "\n")
     checkout.train.write_text(best)
@@ -96,18 +96,21 @@ def is_running(checkout, number):
     return bool(attempts) and attempts[-1].get("status") == "RUNNING"
 
 
+@pytest.mark.slow
 def test_several_patches_from_one_best(nodes, tmp_path):
     """The first to end is kept; what is better and lacks it runs again on it, merged, or stays a candidate where that conflicts."""
     series = begin(nodes, tmp_path)
     quick = patch(series, "quick", VALUE=1.9)
-    slow = patch(series, "slow", BONUS=0.15, SECONDS=8.0)
-    other = patch(series, "other", VALUE=1.7, SECONDS=10.0)
+    slow = patch(series, "slow", until(tmp_path / "go on"), BONUS=0.15)
+    other = patch(series, "other", until(tmp_path / "go on"), VALUE=1.7)
     first = len(series.rows)
     started = series.call("try", "--on", nodes.address, "--wait", 0, "--patches", quick, slow, other, code=75)
     assert started.count("is still running") == 3 and series.is_clean()
     status = series.call("status")
     assert f"cluster {nodes.address}: 3 nodes, 0 GPUs, 3 cores" in status and "slow: as a patch" in status
     assert len(status.splitlines()) <= 40
+    wait_until((series.folder / "runs/2/verdict.json").exists)
+    (tmp_path / "go on").touch()
     output = series.call("wait", "--wait", 50)
     rows = {row[4]: row for row in series.rows[first:]}
     assert rows["quick: as a patch"][1:4] == ["1.900000", "0.5", "keep"]
@@ -121,6 +124,7 @@ def test_several_patches_from_one_best(nodes, tmp_path):
     assert not (series.folder / "worktrees").exists() and not (series.folder / "runs/2/files").exists()
 
 
+@pytest.mark.slow
 def test_node_with_other_data_is_passed_over(nodes, series):
     facts = nodes.cache(2) / "demo/data/dataset.json"
     right = facts.read_text()
@@ -137,6 +141,7 @@ def test_node_with_other_data_is_passed_over(nodes, series):
     assert "4 seeds: mean 2.001500" in output
 
 
+@pytest.mark.slow
 def test_stop_ends_the_job_and_nothing_is_recorded(nodes, series):
     before = series.rows
     source = series.edit(SECONDS=60.0)
@@ -158,8 +163,9 @@ def test_stop_ends_the_job_and_nothing_is_recorded(nodes, series):
     assert series.rows == before
 
 
-def test_supervisor_that_is_killed_is_replaced(nodes, series):
-    series.edit(PARAMS=0.7, SECONDS=6.0)
+@pytest.mark.slow
+def test_supervisor_that_is_killed_is_replaced(nodes, series, tmp_path):
+    series.edit(until(tmp_path / "go on"), PARAMS=0.7)
     series.call("try", "outlives its supervisor", "--on", nodes.address, "--wait", 0, code=75)
     number = max(int(name) for name in os.listdir(series.folder / "runs") if name.isdecimal())
     wait_until(lambda: is_running(series, number))
@@ -168,17 +174,20 @@ def test_supervisor_that_is_killed_is_replaced(nodes, series):
         if command in (files.read_bytes(f"/proc/{process['pid']}/cmdline") or b""):
             os.kill(process["pid"], signal.SIGKILL)
     assert f"running: run {number} (on 127.0." in series.call("status")
+    (tmp_path / "go on").touch()
     assert series.call("wait", "--wait", 50).startswith(f"discard run {number}")
     assert [row[4] for row in series.rows].count("outlives its supervisor") == 1 and len(place(series, number)["attempts"]) == 1
 
 
-def test_run_goes_on_after_the_head_was_restarted(nodes, series):
-    series.edit(PARAMS=0.8, SECONDS=4.0)
+@pytest.mark.slow
+def test_run_goes_on_after_the_head_was_restarted(nodes, series, tmp_path):
+    series.edit(until(tmp_path / "go on"), PARAMS=0.8)
     series.call("try", "outlives the cluster", "--on", nodes.address, "--wait", 0, code=75)
     number = max(int(name) for name in os.listdir(series.folder / "runs") if name.isdecimal())
     wait_until(lambda: is_running(series, number))
     nodes.lose()
     assert "no Ray answers" in series.call("status")
+    (tmp_path / "go on").touch()
     for n in range(3):
         nodes.start(n)
     assert series.call("wait", "--wait", 50).startswith(f"discard run {number}")
@@ -188,6 +197,7 @@ def test_run_goes_on_after_the_head_was_restarted(nodes, series):
     assert [row[4] for row in series.rows].count("outlives the cluster") == 1
 
 
+@pytest.mark.slow
 def test_what_is_refused(nodes, series, tmp_path):
     best = series.train.read_text()
     good, same = patch(series, "good", VALUE=1.5), patch(series, "same", VALUE=1.5)
@@ -209,6 +219,7 @@ def test_what_is_refused(nodes, series, tmp_path):
     assert sorted(os.listdir(series.folder / "runs")) == before and series.train.read_text() == best
 
 
+@pytest.mark.slow
 def test_local_starts_ray(tmp_path):
     """As somebody with one machine calls it, who has no token yet."""
     local = Nodes(tmp_path)
@@ -223,41 +234,61 @@ def test_local_starts_ray(tmp_path):
         local.end()
 
 
-@pytest.fixture
-def nodes_to_lose(tmp_path):
-    with three_nodes(tmp_path / "nodes") as nodes:
-        yield nodes
+@contextlib.contextmanager
+def data_of_its_own(nodes, dataset):
+    """The nodes have this dataset, and afterwards the stand-in's again."""
+    folders = [nodes.cache(n) for n in range(3)]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+        for name in os.listdir(folder):
+            (folder / name).rename(folder.parent / f"{folder.name} {name}")
+        shutil.copytree(dataset.root, folder / "demo")
+    try:
+        yield
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder)
+            folder.mkdir()
+            for path in folder.parent.glob(f"{folder.name} *"):
+                path.rename(folder / path.name.removeprefix(f"{folder.name} "))
 
 
-def test_demonstration_outlives_a_lost_node(nodes_to_lose, demo, tmp_path):
-    """The project itself: its baseline and two tries at once, one of whose nodes loses its power; it is trained again elsewhere."""
+@pytest.mark.slow
+def test_demonstration_outlives_a_lost_node(nodes, demo, tmp_path):
+    """The project itself, a model of one layer: its baseline and two tries at once, one of whose nodes loses its power, so that it is
+    trained again elsewhere."""
     client = Checkout(tmp_path / "clone", {"RAY_AUTH_TOKEN": TOKEN, "AUTORESEARCH_TIME_BUDGET": "1"})
     client.environment.pop("AUTORESEARCH_DATASET")
     names = subprocess.run(["git", "ls-files", "-z"], cwd=PROJECT, check=True, capture_output=True, text=True).stdout.split("\0")
     for name in filter(None, names):
         (client.folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(PROJECT / name, client.folder / name)
+    sizes = "= 4, 32, 32, 2**12, 16, False\n"
+    assert client.train.read_text().count(sizes) == 1
+    client.train.write_text(client.train.read_text().replace(sizes, sizes.replace("4, 32, 32, 2**12, 16", "1, 32, 32, 2**10, 4")))
     client.git("init", "--quiet", "--initial-branch", "main")
     client.commit("start")
     use_this_venv(client)
-    nodes = nodes_to_lose
-    for n in range(3):
-        shutil.copytree(demo.root, nodes.cache(n) / "demo")
-    client.call("begin", "real", "--on", nodes.address, "--cores", 1, "--wait", 0, code=75)
-    assert "keep run 1" in wait_for_end(client)
-    text, patches = client.train.read_text(), []
-    for rate in (0.03, 0.05):
-        client.train.write_text(re.sub(r"^MATRIX_LR = [\d.]+", f"MATRIX_LR = {rate}", text, flags=re.M))
-        patches.append(tmp_path / f"rate {rate}.patch")
-        patches[-1].write_text(client.git("diff", "train.py") + "\n")
-    client.train.write_text(text)
-    client.call("try", "--on", nodes.address, "--wait", 0, "--patches", *patches, code=75)
-    wait_until(lambda: is_running(client, 2) and is_running(client, 3))
-    at = {number: place(client, number)["attempts"][0]["node"] for number in (2, 3)}
-    lost = next(number for number in (2, 3) if at[number] != nodes.ip(0))
-    wait_until(lambda: any(b"train.py" in (files.read_bytes(f"/proc/{pid}/cmdline") or b"") for pid in nodes.processes()))
-    nodes.lose(next(n for n in range(3) if nodes.ip(n) == at[lost]))
-    wait_for_end(client)
+    with data_of_its_own(nodes, demo):
+        client.call("begin", "real", "--on", nodes.address, "--cores", 1, "--wait", 0, code=75)
+        assert "keep run 1" in wait_for_end(client)
+        text, patches = client.train.read_text(), []
+        for rate in (0.03, 0.05):
+            client.train.write_text(re.sub(r"^MATRIX_LR = [\d.]+", f"MATRIX_LR = {rate}", text, flags=re.M))
+            patches.append(tmp_path / f"rate {rate}.patch")
+            patches[-1].write_text(client.git("diff", "train.py") + "\n")
+        client.train.write_text(text)
+        client.call("try", "--on", nodes.address, "--wait", 0, "--patches", *patches, code=75)
+        wait_until(lambda: is_running(client, 2) and is_running(client, 3))
+        at = {number: place(client, number)["attempts"][0]["node"] for number in (2, 3)}
+        lost = next(number for number in (2, 3) if at[number] != nodes.ip(0))
+        off = next(n for n in range(3) if nodes.ip(n) == at[lost])
+        wait_until(lambda: any(b"train.py" in (files.read_bytes(f"/proc/{pid}/cmdline") or b"") for pid in nodes.processes(off)))
+        nodes.lose(off)
+        try:
+            wait_for_end(client)
+        finally:
+            nodes.start(off)
     attempts = place(client, lost)["attempts"]
     assert len(attempts) == 2 and attempts[0]["counts"] and attempts[1]["node"] != at[lost]
     rows = client.rows

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -254,7 +255,7 @@ def test_killed_in_the_middle_then_again(hub, dataset):
     hub.faults = {name: ["half"] * 4 for name in NAMES}
     process = subprocess.Popen([sys.executable, "-c", SCRIPT.replace("0.01", "5"), dataset.root], cwd=PROJECT, stdout=subprocess.DEVNULL)
     while len(hub.requests) < 2 and process.poll() is None:
-        pass
+        time.sleep(0.01)
     process.kill()
     process.wait()
     assert all(prepare.why_not_a_shard(os.path.join(dataset.data_dir, n)) is None for n in prepare.list_shards(dataset.data_dir))

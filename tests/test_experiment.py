@@ -23,18 +23,23 @@ def fresh(tmp_path):
     return Checkout(tmp_path / "a project").make()
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    checkout = Checkout(tmp_path_factory.mktemp("begun") / "a project").make()
+    checkout.call("begin", "nov29")
+    return checkout
+
+
 @pytest.fixture
-def series(fresh):
-    fresh.call("begin", "nov29")
-    return fresh
+def series(begun, tmp_path):
+    """A series with its baseline."""
+    return begun.copy(tmp_path / "a project")
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory):
+def shared(begun, tmp_path_factory):
     """A series that many tests add a run to."""
-    checkout = Checkout(tmp_path_factory.mktemp("shared") / "a project").make()
-    checkout.call("begin", "nov29")
-    return checkout
+    return begun.copy(tmp_path_factory.mktemp("shared") / "a project")
 
 
 def is_alive(pid):

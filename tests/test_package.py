@@ -18,7 +18,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 import torch
+from checkout import NO_GPU
 from conftest import PROJECT
+from interpreter import FAILS, WHY, needs_interpreter
 from precision import assert_close_to_reference
 
 from package_kernels import package
@@ -33,6 +35,7 @@ def older(name, least):
 
 needs_kernels = pytest.mark.skipif(older("kernels", (0, 17)), reason="needs PyPI's kernels, 0.17 or later")
 needs_transformers = pytest.mark.skipif(older("transformers", (5, 0)), reason="needs transformers, 5 or later")
+runs_kernels = pytest.mark.skipif(FAILS and not torch.cuda.is_available(), reason=WHY)
 NAME = "owner/strix-kernels"
 
 # What the scripts below begin with.
@@ -48,7 +51,7 @@ def outside(folder, script, *arguments, interpreted=None):
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "LOCAL_KERNELS", "TRITON_INTERPRET")}
     env |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": str(folder / "hf"), "PYTHONDONTWRITEBYTECODE": "1"}
     if not torch.cuda.is_available() if interpreted is None else interpreted:
-        env["TRITON_INTERPRET"] = "1"
+        env |= NO_GPU | {"TRITON_INTERPRET": "1"}
     (folder / "script.py").write_text(PRELUDE + textwrap.dedent(script))
     command = [sys.executable, "script.py", *map(str, arguments)]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
@@ -191,7 +194,9 @@ assert len({sys.modules[package.__name__ + "._ops"].NAMESPACE for package in pac
 """
 
 
+@pytest.mark.slow
 @needs_kernels
+@runs_kernels
 @pytest.mark.parametrize("where", ["variant", pytest.param("folder", marks=pytest.mark.gpu)])
 def test_loads_beside_other_copies(where, packaged, tmp_path, device):
     """Two versions and a plain copy in one process: each has operators of its own, and they work."""
@@ -287,9 +292,10 @@ torch.save(results, "results.pt")
 """
 
 
+@pytest.mark.slow
 @needs_kernels
 @needs_transformers
-@pytest.mark.parametrize("where", ["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("where", [pytest.param("interpreter", marks=needs_interpreter), pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_kernelized_llama(where, packaged, tmp_path):
     """Norms and MLPs of a random Llama, for inference and for training: outputs and all gradients as accurate as before.
 
@@ -328,6 +334,7 @@ def test_readme_has_no_other_code():
     assert re.findall(r"^```(\w+)$", text, re.M) == ["python", "python", "sh", "python", "python"] and text.count("```") == 10
 
 
+@runs_kernels
 def test_readme_with_the_folder_copied(tmp_path):
     """kernels/ and nothing else of the project."""
     shutil.copytree(PROJECT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
@@ -339,8 +346,10 @@ assert model[1].weight.grad is not None and model[1].forward.__func__ is RMSNorm
     outside(tmp_path, script + checks)
 
 
+@pytest.mark.slow
 @needs_kernels
 @needs_transformers
+@runs_kernels
 def test_readme_through_hugging_face(tmp_path):
     project = tmp_path / "project"
     shutil.copytree(PROJECT / "kernels", project / "kernels", ignore=shutil.ignore_patterns("__pycache__"))

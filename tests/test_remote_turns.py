@@ -574,6 +574,7 @@ def test_a_run_that_changes_what_came_is_invalid(monkeypatch, tmp_path, capfd):
         shutil.rmtree(tmp_path / "runs")
 
 
+@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="needs a virtual environment, as a node has")
 def test_a_node_that_cannot_write_is_passed_over():
     turn = {"number": 1, "tag": "x", "token": "t", "cores": 1, "environment": {}, "limits": files.LIMITS}
     environment = os.environ | {"AUTORESEARCH_TURN": json.dumps(turn), "AUTORESEARCH_CACHE": "/dev/null/cache"}

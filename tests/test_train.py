@@ -14,7 +14,9 @@ from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
+from checkout import NO_GPU
 from conftest import PROJECT
+from interpreter import needs_interpreter
 
 import machine
 import prepare
@@ -48,9 +50,17 @@ def clone(folder, **edits):
 
 
 def run(folder, *args, **environment):
-    return subprocess.run(
-        [sys.executable, "train.py", *args], cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True
-    )
+    """train.py as on a machine without a GPU, whose demonstration this is."""
+    env = {**os.environ, **NO_GPU, **environment}
+    return subprocess.run([sys.executable, "train.py", *args], cwd=folder, env=env, capture_output=True, text=True)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """As on a machine without a GPU, in this process."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(train, "FUSED", False)
+    monkeypatch.setattr(train, "GRAPH", False)
 
 
 def summary(stdout):
@@ -62,9 +72,13 @@ def summary(stdout):
 def finished(demo, tmp_path_factory):
     """A short demonstration, whole: trained, saved, evaluated, kept."""
     folder = clone(tmp_path_factory.mktemp("a finished run"))
-    return folder, run(folder, "--keep", AUTORESEARCH_TIME_BUDGET="6", AUTORESEARCH_SEED="7", GPU_BF16_PEAK_FLOPS="1e12")
+    source, lines = (folder / "train.py").read_text(), "machine.Progress()"
+    assert source.count(lines) == 1
+    (folder / "train.py").write_text(source.replace(lines, "machine.Progress(every=0.5)"))
+    return folder, run(folder, "--keep", AUTORESEARCH_TIME_BUDGET="3", AUTORESEARCH_SEED="7", GPU_BF16_PEAK_FLOPS="1e12")
 
 
+@pytest.mark.slow
 def test_run_ends_in_the_summary(finished):
     folder, done = finished
     assert done.returncode == 0, done.stderr
@@ -73,11 +87,12 @@ def test_run_ends_in_the_summary(finished):
     values = {k: v.strip() for k, v in summary(done.stdout).items()}
     decimals = dict(val_bpb=6, training_seconds=1, total_seconds=1, peak_vram_mb=1, total_tokens_M=1, num_params_M=1)
     assert all(re.fullmatch(rf"\d+\.\d{{{n}}}", values[k]) for k, n in decimals.items()), values
-    assert 0.5 < float(values["val_bpb"]) < 3.5 and float(values["training_seconds"]) >= 6 and int(values["num_steps"]) > 11
+    assert 0.5 < float(values["val_bpb"]) < 3.5 and float(values["training_seconds"]) >= 3 and int(values["num_steps"]) > 11
     assert (values["dataset"], values["seed"], values["eval_tokens"]) == ("demo", "7", "65536")
-    assert values["fingerprint"] == prepare.fingerprint(budget=6) != prepare.fingerprint(budget=60)
+    assert values["fingerprint"] == prepare.fingerprint(budget=3) != prepare.fingerprint(budget=60)
 
 
+@pytest.mark.slow
 def test_loss_falls_and_progress_is_plain_lines(finished):
     _, done = finished
     assert "\r" not in done.stdout and max(map(len, done.stdout.splitlines())) < 400
@@ -85,9 +100,10 @@ def test_loss_falls_and_progress_is_plain_lines(finished):
     assert losses[0] == pytest.approx(math.log(2048), abs=0.05) and losses[-1] < losses[0] - 1
 
 
+@pytest.mark.slow
 def test_kept_model_evaluates_to_the_same_number(finished):
     folder, done = finished
-    again = run(folder, "--evaluate", "model.pt", AUTORESEARCH_TIME_BUDGET="6")
+    again = run(folder, "--evaluate", "model.pt", AUTORESEARCH_TIME_BUDGET="3")
     assert again.returncode == 0, again.stderr
     assert summary(again.stdout)["val_bpb"] == summary(done.stdout)["val_bpb"]
     assert summary(again.stdout)["num_steps"] == summary(done.stdout)["num_steps"]
@@ -95,6 +111,7 @@ def test_kept_model_evaluates_to_the_same_number(finished):
     assert other_budget.returncode == 1 and "the number would not compare" in other_budget.stderr
 
 
+@pytest.mark.slow
 def test_evaluating_what_is_no_model(finished, tmp_path, capsys):
     folder, _ = finished
     (tmp_path / "noise.pt").write_bytes(b"not a model")
@@ -126,8 +143,9 @@ def test_a_saved_model_is_data(tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.slow
 def test_evaluation_that_crashes_costs_no_training(demo, tmp_path):
-    folder = clone(tmp_path, DEPTH=2)
+    folder = clone(tmp_path, DEPTH=1)
     source = (folder / "train.py").read_text()
     (folder / "train.py").write_text(
         source.replace("val_bpb = evaluate_bpb(", "raise RuntimeError('the evaluation crashed')\n        val_bpb = evaluate_bpb(")
@@ -140,6 +158,7 @@ def test_evaluation_that_crashes_costs_no_training(demo, tmp_path):
     assert "WARNING: train.py has changed" in again.stdout and (folder / "unevaluated.pt").exists(), "--evaluate removes nothing"
 
 
+@pytest.mark.slow
 def test_summary_counts_the_timed_steps(finished):
     """tokens/s and MFU over the steps after the 11th, the tokens of all."""
     _, done = finished
@@ -160,7 +179,7 @@ def test_without_keep_the_model_goes_and_a_kept_one_stays(demo, tmp_path):
     assert sorted(p.name for p in folder.glob("*.pt*")) == ["model.pt"] and (folder / "model.pt").read_text() == "kept earlier"
 
 
-def test_training_loop(demo, monkeypatch, capsys):
+def test_training_loop(demo, no_gpu, monkeypatch, capsys):
     """On a clock that ticks a second a reading: 11 untimed steps, then as many as the budget has, with the schedules of each."""
     model = small_model(torch.device("cpu"), n_layer=1, sequence_len=256, vocab_size=2048, n_embd=64, n_head=2, n_kv_head=1)
     model.value_embeds["idle"] = torch.nn.Embedding(4, 4)  # which the model does not read
@@ -240,7 +259,7 @@ def test_kernels_without_triton(demo, tmp_path):
 
 @pytest.mark.parametrize("value", ["nan", "1e4"])
 def test_divergence_ends_the_run(demo, tmp_path, value):
-    folder = clone(tmp_path)
+    folder = clone(tmp_path, DEPTH=1)
     source = (folder / "train.py").read_text()
     loss = "            loss = step_on(x, y)"
     assert source.count(loss) == 1
@@ -319,7 +338,7 @@ def test_save_that_fails_costs_no_result(demo, tmp_path, capsys):
     assert "WARNING: the model could not be saved" in capsys.readouterr().out
 
 
-def test_what_a_researcher_adds(capsys, monkeypatch):
+def test_what_a_researcher_adds(no_gpu, capsys, monkeypatch):
     """What init_weights leaves out has torch's first values, is counted, and is named until a group has it; the draws stay the same."""
     plain = small_model(torch.device("cpu"), n_layer=1).state_dict()
     init = train.GPT.__init__
@@ -369,15 +388,29 @@ def test_damaged_tokens_are_said_before_training(tmp_path, demo, name):
     ("AUTORESEARCH_TIME_BUDGET", "soon"), ("AUTORESEARCH_TIME_BUDGET", "-3"), ("AUTORESEARCH_SEED", "x"), ("AUTORESEARCH_DATASET", "c4"),
     ("GPU_BF16_PEAK_FLOPS", "fast"),
 ])  # fmt: skip
-def test_bad_environment_variables(demo, variable, value):
-    done = run(PROJECT, **{variable: value})
-    assert done.returncode == 1 and repr(value) in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+def test_bad_environment_variables(monkeypatch, capsys, variable, value):
+    """What train.py asks when it begins, each by itself."""
+    monkeypatch.setenv(variable, value)
+    asks = {
+        "AUTORESEARCH_TIME_BUDGET": lambda: prepare.time_budget(prepare.DATASET),
+        "AUTORESEARCH_SEED": prepare.seed_everything,
+        "AUTORESEARCH_DATASET": prepare.choose_dataset,
+        "GPU_BF16_PEAK_FLOPS": lambda: machine.peak_flops(torch.device("cpu")),
+    }
+    with pytest.raises(SystemExit) as ended:
+        asks[variable]()
+    said = capsys.readouterr().err if ended.value.code == 1 else ended.value.code
+    assert f"{variable}={value!r} is no " in said and len(said.splitlines()) == 1
+
+
+def test_a_bad_environment_variable_ends_the_run(demo):
+    done = run(PROJECT, AUTORESEARCH_SEED="x")
+    assert done.returncode == 1 and "'x'" in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_interrupt_ends_at_once_without_a_traceback(demo, tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-u", "train.py"], cwd=clone(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    command, both = [sys.executable, "-u", "train.py"], dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=clone(tmp_path, DEPTH=1), env=os.environ | NO_GPU, **both)
     for line in process.stdout:
         if line.startswith("step"):
             break
@@ -443,7 +476,7 @@ def test_progress_on_a_terminal_is_one_line(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("missing", ["No C++ compiler", "No Python.h", "torch lies in a path with a space"])
-def test_model_runs_uncompiled_without_a_compiler(monkeypatch, capsys, tmp_path, missing):
+def test_model_runs_uncompiled_without_a_compiler(no_gpu, monkeypatch, capsys, tmp_path, missing):
     monkeypatch.setattr(train, "COMPILE", True)
     if missing == "No Python.h":
         monkeypatch.setattr(machine.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
@@ -471,7 +504,7 @@ def test_what_needs_a_gpu_is_refused_without_one(monkeypatch, capsys, name):
 
 
 @pytest.mark.parametrize("n_kv_head", [0, 3, 8])
-def test_kv_heads_that_do_not_fit(capsys, n_kv_head):
+def test_kv_heads_that_do_not_fit(no_gpu, capsys, n_kv_head):
     with pytest.raises(SystemExit):
         small_model(torch.device("cpu"), n_kv_head=n_kv_head)
     assert f"n_kv_head {n_kv_head} must divide n_head 4" in capsys.readouterr().err
@@ -633,6 +666,7 @@ def test_a_block_may_leave_no_update(monkeypatch, fused):
         assert model(x, y).item() == pytest.approx(expected.item(), abs=5e-3 if DEVICE.type == "cuda" else 1e-5)
 
 
+@pytest.mark.slow
 def test_each_step_alone_in_plain_pytorch(monkeypatch):
     """One step without its `if FUSED`, as a researcher's edit leaves it, among the kernels of the others: the gradients stay right."""
     monkeypatch.setattr(sys.modules[__name__], "SMALL", SMALL | dict(sequence_len=16, n_layer=2))
@@ -716,11 +750,14 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
+@needs_interpreter
 def test_steps_as_on_rocm(tmp_path):
     """Everything that a ROCm build of torch decides otherwise, in two steps of a model. The build, its BLAS and the clock are stand-ins."""
     losses = []
     for code in (AS_ROCM, AS_ROCM.replace('torch.version.hip, torch.version.cuda = "7.2.1", None', "").replace("assert ", "True or ")):
-        done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=PROJECT / "tests", capture_output=True, text=True)
+        command, env = [sys.executable, "-c", code, str(tmp_path)], os.environ | NO_GPU
+        done = subprocess.run(command, cwd=PROJECT / "tests", env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         losses.append([float(line) for line in done.stdout.splitlines() if line[0].isdigit()])
     rocm, elsewhere = losses
