@@ -12,4 +12,4 @@ avoid_spaces
 cd "$ROOT"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 processes=$("$PYTHON" -c 'import os; print(min(16, max(2, len(os.sched_getaffinity(0)))))')
-exec "$PYTHON" -m pytest -n "$processes" --dist loadgroup "$@"
+exec "$PYTHON" -m pytest -n "$processes" --dist loadscope "$@"

@@ -1,6 +1,7 @@
 """Shared by all tests: a cache of their own, the demonstration as the dataset, and the switch between interpreter and GPU for kernels."""
 
 import fcntl
+import json
 import os
 import shutil
 import subprocess
@@ -54,17 +55,21 @@ def pytest_configure(config):
         _round_to_bfloat16_like_a_gpu()
 
 
-# What several tests of a file share and is slow to make is made once, so they run in one of xdist's processes.
-SHARED = ("nodes", "finished", "executed", "night_page")
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Tests are handed out one by one, in their order; but those that share the nodes of a cluster go to one process."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneByOne(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return "cluster" if "test_cluster.py::" in nodeid else nodeid
+
+    return OneByOne(config, log) if config.getoption("dist") == "loadscope" else None
 
 
-def pytest_collection_modifyitems(config, items):
+def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not item.get_closest_marker("slow"))  # the longest first: begun last, one would be waited for alone
     for item in items:
-        if config.pluginmanager.hasplugin("xdist"):
-            for name in SHARED:
-                if name in item.fixturenames:
-                    item.add_marker(pytest.mark.xdist_group(name))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if item.get_closest_marker("emulator") and not os.environ.get("TINYGRAD_PATH"):
@@ -128,6 +133,17 @@ def made_once(tmp_path_factory, name, make):
             make(folder)
             made.touch()
     return folder
+
+
+def called_once(tmp_path_factory, name, call):
+    """(the folder, what came of `call(folder)`, a process that has ended), likewise."""
+
+    def make(folder):
+        done = call(folder)
+        (folder / "done.json").write_text(json.dumps([done.args, done.returncode, done.stdout, done.stderr], default=str))
+
+    folder = made_once(tmp_path_factory, name, make)
+    return folder, subprocess.CompletedProcess(*json.loads((folder / "done.json").read_text()))
 
 
 @pytest.fixture(scope="session")

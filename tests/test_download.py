@@ -306,9 +306,11 @@ def test_proxy_is_used(hub, tmp_path):
 
 @pytest.mark.parametrize(("args", "message"), [(["--num-shards", "0"], "--num-shards 0"), (["--num-shards", "7000"], "--num-shards 7000"),
                                                (["--download-workers", "0"], "--download-workers 0")])  # fmt: skip
-def test_bad_arguments(tmp_path, args, message):
-    done = command(tmp_path, *args)
-    assert done.returncode == 2 and message in done.stderr
+def test_bad_arguments(monkeypatch, capsys, args, message):
+    monkeypatch.setattr(sys, "argv", ["prepare.py", *args])
+    with pytest.raises(SystemExit) as ended:
+        prepare.main()
+    assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_check_says_what_is_missing_and_changes_nothing(tmp_path):

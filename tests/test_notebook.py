@@ -10,7 +10,7 @@ import os
 import re
 
 import pytest
-from conftest import PROJECT
+from conftest import PROJECT, made_once
 from nights import HEADER, write_night
 from PIL import Image
 
@@ -50,12 +50,19 @@ def pictures(cells):
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("nights")
-    ledgers = {"none": folder / "fresh" / "results.tsv", "small": write_night(folder / "small", 12), "upstream": folder / "upstream.tsv"}
-    ledgers |= {"long": write_night(folder / "long", 700), "sample": PROJECT / "sample" / "results.tsv"}
-    ledgers["upstream"].write_bytes(UPSTREAM.encode())
-    (folder / "small" / "runs" / "nov28.tsv").write_text(HEADER + "abcdef0\t1.25\t6.0\tkeep\tthe night before\n")
-    return dict(zip(ledgers, execute(list(ledgers.values()))))
+    """The code cells over each of these ledgers."""
+    names = ("none", "small", "upstream", "long", "sample")
+
+    def make(folder):
+        (folder / "upstream.tsv").write_bytes(UPSTREAM.encode())
+        ledgers = [folder / "fresh" / "results.tsv", write_night(folder / "small", 12), folder / "upstream.tsv"]
+        ledgers += [write_night(folder / "long", 700), PROJECT / "sample" / "results.tsv"]
+        (folder / "small" / "runs" / "nov28.tsv").write_text(HEADER + "abcdef0\t1.25\t6.0\tkeep\tthe night before\n")
+        for name, cells in zip(names, execute(ledgers)):
+            nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / f"{name}.ipynb")
+
+    folder = made_once(tmp_path_factory, "nights", make)
+    return {name: nbformat.read(folder / f"{name}.ipynb", as_version=4).cells for name in names}
 
 
 @pytest.mark.parametrize(("name", "words"), [

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 from checkout import without_a_reader
-from conftest import PROJECT
+from conftest import PROJECT, called_once
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from matplotlib.text import Text
@@ -414,12 +414,15 @@ def test_a_reader_that_leaves(tmp_path):
 def night_page(tmp_path_factory):
     for module in ("nbconvert", "ipykernel"):
         pytest.importorskip(module)
-    folder = tmp_path_factory.mktemp("page")
-    other = tmp_path_factory.mktemp("jupyter")  # with a kernel python3 that is not this Python's
-    (other / "kernels" / "python3").mkdir(parents=True)
-    spec = {"argv": ["/bin/false", "{connection_file}"], "display_name": "other", "language": "python"}
-    (other / "kernels" / "python3" / "kernel.json").write_text(json.dumps(spec))
-    done = call(write_night(folder, 20), "--page", JUPYTER_DATA_DIR=str(other), JUPYTER_PREFER_ENV_PATH="0")
+
+    def make(folder):
+        other = folder / "jupyter"  # with a kernel python3 that is not this Python's
+        (other / "kernels" / "python3").mkdir(parents=True)
+        spec = {"argv": ["/bin/false", "{connection_file}"], "display_name": "other", "language": "python"}
+        (other / "kernels" / "python3" / "kernel.json").write_text(json.dumps(spec))
+        return call(write_night(folder, 20), "--page", JUPYTER_DATA_DIR=str(other), JUPYTER_PREFER_ENV_PATH="0")
+
+    folder, done = called_once(tmp_path_factory, "page", make)
     assert done.returncode == 0 and done.stdout.startswith(f"{folder}/results.html: 20 experiments"), done.stderr
     return folder / "results.html"
 

@@ -8,7 +8,6 @@ Bash, venv, pip, signals, locks and files are the real ones.
 import ast
 import base64
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -21,7 +20,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import made_once
+from conftest import called_once, made_once
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["run.sh", "test.sh", "env.sh", "doctor.py", "pyproject.toml"]
@@ -174,23 +173,17 @@ def copy_scripts(folder):
     return folder
 
 
-def called_once(tmp_path_factory, name, call):
-    """(a project, what came of `call(project, its folder)`), for all processes of the tests."""
-
-    def make(folder):
-        done = call(copy_scripts(folder / "my project"), folder)
-        (folder / "done.json").write_text(json.dumps([done.args, done.returncode, done.stdout, done.stderr], default=str))
-
-    folder = made_once(tmp_path_factory, name, make)
-    return folder / "my project", subprocess.CompletedProcess(*json.loads((folder / "done.json").read_text()))
-
-
 @pytest.fixture(scope="session")
 def bare(tmp_path_factory, wheels):
     """What sourcing env.sh leaves, in zsh where there is one: a venv/ with pip in it. Copied by the tests that begin there."""
     shell = "zsh" if shutil.which("zsh") else "bash"
     show = "python -c 'import sys; print(sys.prefix)'"
-    return called_once(tmp_path_factory, "bare", lambda project, folder: sourced(project, clean_environment(wheels, folder), show, shell))
+
+    def call(folder):
+        return sourced(copy_scripts(folder / "my project"), clean_environment(wheels, folder), show, shell)
+
+    folder, done = called_once(tmp_path_factory, "bare", call)
+    return folder / "my project", done
 
 
 @pytest.fixture
@@ -205,13 +198,14 @@ def project(tmp_path, bare):
 def fresh(tmp_path_factory, wheels):
     """The first call in a fresh clone, through a link, from another folder. Other tests begin with copies of what it leaves."""
 
-    def call(project, folder):
-        (folder / "start").symlink_to(project / "run.sh")
+    def call(folder):
+        (folder / "start").symlink_to(copy_scripts(folder / "my project") / "run.sh")
         env = clean_environment(wheels, folder) | {"TRAIN_CODE": "7"}
         command = [folder / "start", "--keep", "two words"]
         return subprocess.run(command, env=env, cwd="/", text=True, capture_output=True, timeout=120)
 
-    return called_once(tmp_path_factory, "fresh", call)
+    folder, done = called_once(tmp_path_factory, "fresh", call)
+    return folder / "my project", done
 
 
 @pytest.fixture
@@ -890,7 +884,7 @@ def test_no_python_header(project, env):
 def test_test_sh_sets_up_and_passes_arguments(ready, env, tmp_path):
     result = run(ready, env, "-k", "two words", script="test.sh", cwd=tmp_path)
     processes = str(min(16, max(2, len(os.sched_getaffinity(0)))))
-    arguments = ["-n", processes, "--dist", "loadgroup", "-k", "two words"]
+    arguments = ["-n", processes, "--dist", "loadscope", "-k", "two words"]
     assert result.stdout == f"pytest {arguments}\n" and result.returncode == 5, result.stderr
     assert (site(ready) / "hypothesis").exists() and (site(ready) / "triton-3.8.0.dist-info").exists()
     assert "installing" not in run(ready, env).stderr  # run.sh has not forgotten that it is set up

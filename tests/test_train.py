@@ -15,7 +15,7 @@ from types import FunctionType, SimpleNamespace
 import pytest
 import torch
 from checkout import NO_GPU
-from conftest import PROJECT
+from conftest import PROJECT, called_once
 from interpreter import needs_interpreter
 
 import machine
@@ -34,6 +34,8 @@ SUMMARY = (
     "num_params_M",
     "depth",
 )
+
+TINY = dict(DEPTH=1, TOTAL_BATCH_SIZE=1024, DEVICE_BATCH_SIZE=4)
 
 
 def clone(folder, **edits):
@@ -71,11 +73,14 @@ def summary(stdout):
 @pytest.fixture(scope="module")
 def finished(demo, tmp_path_factory):
     """A short demonstration, whole: trained, saved, evaluated, kept."""
-    folder = clone(tmp_path_factory.mktemp("a finished run"))
-    source, lines = (folder / "train.py").read_text(), "machine.Progress()"
-    assert source.count(lines) == 1
-    (folder / "train.py").write_text(source.replace(lines, "machine.Progress(every=0.5)"))
-    return folder, run(folder, "--keep", AUTORESEARCH_TIME_BUDGET="3", AUTORESEARCH_SEED="7", GPU_BF16_PEAK_FLOPS="1e12")
+
+    def call(folder):
+        source, lines = (clone(folder) / "train.py").read_text(), "machine.Progress()"
+        assert source.count(lines) == 1
+        (folder / "train.py").write_text(source.replace(lines, "machine.Progress(every=0.5)"))
+        return run(folder, "--keep", AUTORESEARCH_TIME_BUDGET="3", AUTORESEARCH_SEED="7", GPU_BF16_PEAK_FLOPS="1e12")
+
+    return called_once(tmp_path_factory, "a finished run", call)
 
 
 @pytest.mark.slow
@@ -92,7 +97,6 @@ def test_run_ends_in_the_summary(finished):
     assert values["fingerprint"] == prepare.fingerprint(budget=3) != prepare.fingerprint(budget=60)
 
 
-@pytest.mark.slow
 def test_loss_falls_and_progress_is_plain_lines(finished):
     _, done = finished
     assert "\r" not in done.stdout and max(map(len, done.stdout.splitlines())) < 400
@@ -100,7 +104,6 @@ def test_loss_falls_and_progress_is_plain_lines(finished):
     assert losses[0] == pytest.approx(math.log(2048), abs=0.05) and losses[-1] < losses[0] - 1
 
 
-@pytest.mark.slow
 def test_kept_model_evaluates_to_the_same_number(finished):
     folder, done = finished
     again = run(folder, "--evaluate", "model.pt", AUTORESEARCH_TIME_BUDGET="3")
@@ -111,7 +114,6 @@ def test_kept_model_evaluates_to_the_same_number(finished):
     assert other_budget.returncode == 1 and "the number would not compare" in other_budget.stderr
 
 
-@pytest.mark.slow
 def test_evaluating_what_is_no_model(finished, tmp_path, capsys):
     folder, _ = finished
     (tmp_path / "noise.pt").write_bytes(b"not a model")
@@ -145,7 +147,7 @@ def test_a_saved_model_is_data(tmp_path):
 
 @pytest.mark.slow
 def test_evaluation_that_crashes_costs_no_training(demo, tmp_path):
-    folder = clone(tmp_path, DEPTH=1)
+    folder = clone(tmp_path, **TINY)
     source = (folder / "train.py").read_text()
     (folder / "train.py").write_text(
         source.replace("val_bpb = evaluate_bpb(", "raise RuntimeError('the evaluation crashed')\n        val_bpb = evaluate_bpb(")
@@ -158,7 +160,6 @@ def test_evaluation_that_crashes_costs_no_training(demo, tmp_path):
     assert "WARNING: train.py has changed" in again.stdout and (folder / "unevaluated.pt").exists(), "--evaluate removes nothing"
 
 
-@pytest.mark.slow
 def test_summary_counts_the_timed_steps(finished):
     """tokens/s and MFU over the steps after the 11th, the tokens of all."""
     _, done = finished
@@ -172,7 +173,7 @@ def test_summary_counts_the_timed_steps(finished):
 
 
 def test_without_keep_the_model_goes_and_a_kept_one_stays(demo, tmp_path):
-    folder = clone(tmp_path, DEPTH=1)
+    folder = clone(tmp_path, **TINY)
     (folder / "model.pt").write_text("kept earlier")
     done = run(folder, AUTORESEARCH_TIME_BUDGET="0.5")
     assert done.returncode == 0, done.stderr
@@ -259,7 +260,7 @@ def test_kernels_without_triton(demo, tmp_path):
 
 @pytest.mark.parametrize("value", ["nan", "1e4"])
 def test_divergence_ends_the_run(demo, tmp_path, value):
-    folder = clone(tmp_path, DEPTH=1)
+    folder = clone(tmp_path, **TINY)
     source = (folder / "train.py").read_text()
     loss = "            loss = step_on(x, y)"
     assert source.count(loss) == 1
@@ -318,7 +319,7 @@ def test_a_reader_that_leaves(monkeypatch, capsys, buffering):
 
 
 def test_absurd_losses_are_no_result(demo, tmp_path):
-    folder = clone(tmp_path, DEPTH=1)
+    folder = clone(tmp_path, **TINY)
     source = (folder / "train.py").read_text()
     returned = "return F.cross_entropy("
     (folder / "train.py").write_text(source.replace(returned, "return (-1 if reduction == 'none' else 1) * F.cross_entropy("))
@@ -410,7 +411,7 @@ def test_a_bad_environment_variable_ends_the_run(demo):
 
 def test_interrupt_ends_at_once_without_a_traceback(demo, tmp_path):
     command, both = [sys.executable, "-u", "train.py"], dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process = subprocess.Popen(command, cwd=clone(tmp_path, DEPTH=1), env=os.environ | NO_GPU, **both)
+    process = subprocess.Popen(command, cwd=clone(tmp_path, **TINY), env=os.environ | NO_GPU, **both)
     for line in process.stdout:
         if line.startswith("step"):
             break
