@@ -736,7 +736,6 @@ def test_links_and_folders_that_are_no_venv(tmp_path, env):
 # ---- interruptions ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_killed_installation_is_finished_by_the_next_call(project, env, tmp_path):
     """SIGKILL to everything while pip writes a package of many files; afterwards each installed file is there, as RECORD says."""
     folder = tmp_path / "big"
@@ -788,7 +787,6 @@ def test_terminated_installation_stops_and_goes_on(project, env):
     assert run(project, env).returncode == 0
 
 
-@pytest.mark.slow
 def test_interrupted_making_of_venv(project, env):
     (project / "venv/.autoresearch/making").touch()
     pip = site(project) / "pip"
