@@ -114,7 +114,7 @@ def test_kept_model_evaluates_to_the_same_number(finished):
     assert other_budget.returncode == 1 and "the number would not compare" in other_budget.stderr
 
 
-def test_evaluating_what_is_no_model(finished, tmp_path, capsys):
+def test_evaluating_what_is_no_model(finished, no_gpu, tmp_path, capsys):
     folder, _ = finished
     (tmp_path / "noise.pt").write_bytes(b"not a model")
     torch.save({"config": {"sequence_len": 256}, "model": {}, "facts": {}}, tmp_path / "other.pt")
@@ -132,7 +132,7 @@ def test_evaluating_what_is_no_model(finished, tmp_path, capsys):
     assert done.returncode == 1 and "noise.pt" in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
-def test_a_saved_model_is_data(tmp_path):
+def test_a_saved_model_is_data(no_gpu, tmp_path):
     """A checkpoint that would run code when unpickled is refused."""
 
     class Payload:
