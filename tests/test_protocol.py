@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import backends
+import candidates
 import prepare
 import train
 
@@ -245,7 +245,7 @@ def test_full_attention_ignores_the_windows(monkeypatch):
 
 
 def test_window_sees_the_keys_of_the_protocol():
-    mask = backends._dense_mask(3, 8, torch.device("cpu"))
+    mask = candidates._dense_mask(3, 8, torch.device("cpu"))
     assert [[j for j in range(8) if mask[i, j]] for i in range(8)] == [[j for j in range(8) if i - 3 <= j <= i] for i in range(8)]
 
 
