@@ -43,7 +43,7 @@ EXIT_ENVIRONMENT = 3  # as train.py: the machine or the data is at fault, not th
 GIB = 2**30
 CHECK_SECONDS = 5  # a check that takes longer hangs
 CANARY_SECONDS = 180  # import, first use of the GPU, one torch.compile
-PROBE_SECONDS = 420  # for each part of --probe
+PROBE_SECONDS = 1200  # for each part of --probe, which gives what it measures 90 s each
 STAY_AWAKE = "idle:sleep:handle-lid-switch"  # what run.sh holds off
 VISIBLE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 # Environment variables that can change what the canary found.
@@ -396,14 +396,18 @@ def memory_cap(machine):
 
 
 def sdpa(machine):
-    """Which backend of scaled_dot_product_attention runs, forced, forward and backward, with its numbers against float32: what is enabled
-    says nothing (ROCm/legacy-rocm-build#6034: 19 times slower; ROCm/TheRock#1315 and pytorch#173469: NaN)."""
+    """Which backend of scaled_dot_product_attention runs, forced, forward and backward, each in a process of its own, its numbers against
+    float32: what is enabled says nothing (ROCm/legacy-rocm-build#6034: 19 times slower; ROCm/TheRock#1315 and pytorch#173469: NaN;
+    ROCm/TheRock#7992: what runs after it fails)."""
     rows, end = [row for row in machine.torch.get("sdpa") or [] if "backend" in row], machine.torch.get("sdpa_end")
     if end:
         tried = ", ".join(row["backend"] for row in rows) or "none"
         return Fault(f"trying its backends {end} (tried before: {tried})", "another torch; python benchmarks/probe.py sdpa shows it")
     if not rows:
         return None
+    harm = [f"{row['backend']}: {row['harm']}" for row in rows if row.get("harm")]
+    if harm:
+        return Fault("; ".join(harm), "another torch; train.py tries each in a process of its own, and uses none that does this")
     wrong = [row for row in rows if row.get("right") is False]
     if wrong:
         names = ", ".join(f"{row['backend']} (error {row['error']:.0e})" for row in wrong)
@@ -1028,7 +1032,7 @@ def main():
     if asked:
         machine.torch["canary"] = cached_canary(machine)
         if machine.torch["canary"]["stage"] in ("compile", "done"):
-            machine.torch["sdpa"], machine.torch["sdpa_end"] = ask_torch(machine, [PROBE, "sdpa"], CANARY_SECONDS)
+            machine.torch["sdpa"], machine.torch["sdpa_end"] = ask_torch(machine, [PROBE, "sdpa"], PROBE_SECONDS)
     rows = diagnose(machine, without=without)
     measured = measure(machine) if args.probe and asked and not any(row.level == "stop" for row in rows) else []
     if args.json:

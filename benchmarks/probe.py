@@ -4,11 +4,12 @@
 
 Copy bandwidth; bfloat16 GEMM in the three layouts of a linear layer (forward, gradient of the input, of the weight) on each BLAS
 library; causal attention at the shapes of a run by each of SDPA's backends, forced, and by kernels/, forward and with backward; and from
-these the step on paper. Every number is checked against float32, because wrong ones are reported on some parts. With a part's name it
-prints that part alone, as JSON lines; `sdpa` is the attention part at a small shape, without kernels/.
+these the step on paper. Every number is checked against float32 products and a softmax, because wrong ones are reported on some parts. With
+a part's name it prints that part alone, as JSON lines; `sdpa` is the attention part at a small shape, without kernels/.
 
-`python doctor.py --probe` calls it so, a part a process: what crashes or hangs loses only itself. The functions take small sizes on a
-CPU, for tests, and import torch themselves: the rest works where torch does not.
+Each library and each backend has a process of its own: one that crashes, hangs or spoils its process is named, and loses only itself.
+`python doctor.py --probe` calls it a part at a time. The functions take small sizes on a CPU, for tests, and import torch themselves: the
+rest works where torch does not.
 """
 
 import contextlib
@@ -21,6 +22,10 @@ import time
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+import child
+
+PROGRAM = [sys.executable, os.path.abspath(__file__), "--child"]
+HANG_SECONDS = 90  # without a row
 # The training step of the protocol's model: train.py as it comes.
 BATCH, CONTEXT, N_HEAD, HEAD_DIM, N_EMBD, VOCABULARY, WINDOW = 16, 2048, 4, 128, 512, 8192, 1024
 STEP_TOKENS, WINDOWED_LAYERS, FULL_LAYERS = 2**17, 6, 2
@@ -79,8 +84,11 @@ def blas_backends(device):
     return [("cublas", "cuBLAS"), ("cublaslt", "cuBLASLt")]
 
 
-def measure_layer(device, rows, outputs, inputs):
-    """A bfloat16 linear layer's three products (three layouts): FLOP/s, and the error against float32 in 64 rows of each."""
+def measure_layer(device, rows, outputs, inputs, library=""):
+    """A bfloat16 linear layer's three products (three layouts): FLOP/s, and the error against float32 in 64 rows of each.
+
+    library: torch's name of the one that makes them, empty for any; the float32 products are made before it is called.
+    """
     import torch
 
     torch.manual_seed(0)
@@ -88,6 +96,10 @@ def measure_layer(device, rows, outputs, inputs):
     calls = {"forward": lambda: x @ w.T, "dgrad": lambda: dy @ w, "wgrad": lambda: dy.T @ x}
     some = min(64, rows, outputs)
     exact = x[:some].float() @ w.float().T, dy[:some].float() @ w.float(), dy[:, :some].float().T @ x.float()
+    if library:
+        taken = str(torch.backends.cuda.preferred_blas_library(library))
+        if not taken.lower().endswith(f".{library}"):  # a part that the library does not know
+            raise RuntimeError(f"torch takes {taken} instead")
     found = {}
     for (layout, call), right in zip(calls.items(), exact):
         error = ((call()[:some].float() - right).norm() / right.norm()).item()
@@ -95,22 +107,16 @@ def measure_layer(device, rows, outputs, inputs):
     return found
 
 
-def measure_gemm(device, shapes=GEMM_SHAPES):
-    """`measure_layer` for each BLAS library and shape (rows, outputs, inputs)."""
-    import torch
-
-    for key, name in blas_backends(device):
-        for shape in shapes:
-            row = {"what": "gemm", "library": name, "shape": list(shape)}
-            try:
-                if key:
-                    taken = str(torch.backends.cuda.preferred_blas_library(key))
-                    if not taken.lower().endswith(f".{key}"):  # a part that the library does not know
-                        raise RuntimeError(f"torch takes {taken} instead")
-                row |= measure_layer(device, *shape)
-            except Exception as error:
-                row["why"] = one_line(error)
-            yield row
+def measure_gemm(device, library, shapes=GEMM_SHAPES):
+    """A row of `measure_layer` for each shape (rows, outputs, inputs), by one BLAS library."""
+    key = next(key for key, name in blas_backends(device) if name == library)
+    for shape in shapes:
+        row = {"what": "gemm", "library": library, "shape": list(shape)}
+        try:
+            row |= measure_layer(device, *shape, key)
+        except Exception as error:
+            row["why"] = one_line(error)
+        yield row
 
 
 def attention_reference(q, k, v, do, window=None):
@@ -130,9 +136,21 @@ def attention_reference(q, k, v, do, window=None):
     return [torch.stack(x) for x in zip(*parts)]
 
 
-def measure_attention(device, shape=(BATCH, CONTEXT, N_HEAD, HEAD_DIM), window=WINDOW, rounds=5, ours=True):
-    """For each of SDPA's backends, forced, for torch's own choice and for kernels/: seconds forward and with backward, and the largest
-    relative error of o, dq, dk, dv against float32. `shape` is (B, T, n_head, head_dim), causal, bfloat16."""
+SDPA = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION", "math": "MATH", "default": None}
+OURS, WINDOWED = "kernels/", f"kernels/ window {WINDOW}"
+
+
+def attention_backends(device):
+    """What measure_attention takes; `default` is torch's own choice."""
+    import torch
+
+    others = () if device == "cuda" and not torch.version.hip else ("cudnn",)
+    return [name for name in ("flash", "efficient", "cudnn", "math", OURS, WINDOWED, "default") if name not in others]
+
+
+def measure_attention(device, backend, shape=(BATCH, CONTEXT, N_HEAD, HEAD_DIM), window=WINDOW, rounds=5):
+    """A row: seconds forward and with backward of one of `attention_backends`, and the largest relative error of o, dq, dk, dv against
+    float32. `shape` is (B, T, n_head, head_dim), causal, bfloat16. "harm" says what it did to its process."""
     import torch
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -140,52 +158,51 @@ def measure_attention(device, shape=(BATCH, CONTEXT, N_HEAD, HEAD_DIM), window=W
     torch.manual_seed(0)
     q, k, v, do = (torch.randn(shape, device=device).bfloat16() for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
+    row = {"what": "attention", "backend": backend, "window": window if backend == WINDOWED else None}
 
-    def of_torch(name):
-        def call():
-            with sdpa_kernel(getattr(SDPBackend, name)) if name else contextlib.nullcontext():
-                return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves), is_causal=True).transpose(1, 2)
-
-        return call
-
-    def of_ours(w):
-        def call():
+    def forward():
+        if backend in (OURS, WINDOWED):
             from kernels.attention import flash_attention
 
-            return flash_attention(*leaves, window=w)
+            return flash_attention(*leaves, window=row["window"])
+        with sdpa_kernel(getattr(SDPBackend, SDPA[backend])) if SDPA[backend] else contextlib.nullcontext():
+            return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves), is_causal=True).transpose(1, 2)
 
-        return call
+    def both():
+        o = forward()
+        return o, *torch.autograd.grad(o, leaves, do)
 
-    variants = [("flash", of_torch("FLASH_ATTENTION"), None), ("efficient", of_torch("EFFICIENT_ATTENTION"), None)]
-    variants += [("cudnn", of_torch("CUDNN_ATTENTION"), None)] if device == "cuda" and not torch.version.hip else []
-    variants += [("math", of_torch("MATH"), None)]
-    variants += [("kernels/", of_ours(None), None), (f"kernels/ window {window}", of_ours(window), window)] if ours else []
-    variants += [("default", of_torch(None), None)]
-    exact = {}
-    for name, forward, w in variants:
-        row = {"what": "attention", "backend": name, "window": w}
+    def error(results, exact):
+        errors = [((a.detach().float() - b).norm() / b.norm()).item() for a, b in zip(results, exact)]
+        return max(e if e < 1e9 else 1e9 for e in errors)  # NaN too: it is no JSON
 
-        def both(forward=forward):
-            o = forward()
-            return o, *torch.autograd.grad(o, leaves, do)
-
+    inputs = [x.detach() for x in (q, k, v, do)]
+    try:
+        exact = attention_reference(*inputs, row["window"])  # before the first call: its process may not be able to afterwards
+        results = both()
+        if device == "cuda":
+            torch.cuda.synchronize()
         try:
-            if w not in exact:
-                exact[w] = attention_reference(q.detach(), k.detach(), v.detach(), do, w)
-            results = both()
-            errors = [((a.detach().float() - b).norm() / b.norm()).item() for a, b in zip(results, exact[w])]
-            row["error"] = max(e if e < 1e9 else 1e9 for e in errors)  # NaN too: it is no JSON
-            row["right"] = row["error"] < 2e-2
-            del results
-            with torch.no_grad():
-                row["forward_s"] = seconds_of(forward, device, rounds)
-            row["both_s"] = seconds_of(both, device, rounds)
-        except Exception as error:
-            row["why"] = one_line(error)
-        if name == "default":
-            with contextlib.suppress(Exception):
-                row["chosen"] = SDPBackend(torch._fused_sdp_choice(*(x.transpose(1, 2) for x in leaves), is_causal=True)).name
-        yield row
+            row["error"] = error(results, exact)
+            again = error(attention_reference(*(x[:1] for x in inputs), row["window"]), [x[:1] for x in exact])
+            if again > 1e-3:
+                row["harm"] = f"after it plain attention is wrong (error {again:.1e})"
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as caught:
+            row["harm"] = f"after it plain attention fails ({one_line(caught)})"
+            return row
+        row["right"] = row["error"] < 2e-2
+        del results
+        with torch.no_grad():
+            row["forward_s"] = seconds_of(forward, device, rounds)
+        row["both_s"] = seconds_of(both, device, rounds)
+    except Exception as caught:
+        row["why"] = one_line(caught)
+    if backend == "default":
+        with contextlib.suppress(Exception):
+            row["chosen"] = SDPBackend(torch._fused_sdp_choice(*(x.transpose(1, 2) for x in leaves), is_causal=True)).name
+    return row
 
 
 def step_on_paper(rows, tokens=STEP_TOKENS):
@@ -196,7 +213,7 @@ def step_on_paper(rows, tokens=STEP_TOKENS):
     for layout in LAYOUTS:
         good = [r[layout]["flops"] for r in rows if r["what"] == "gemm" and r.get("shape") == shape and r.get(layout, {}).get("right")]
         rates[layout] = max(good, default=0)
-    right = [r for r in rows if r["what"] == "attention" and r.get("right") and "both_s" in r]
+    right = [r for r in rows if r["what"] == "attention" and r.get("right") and "both_s" in r and "harm" not in r]
     full = min((r["both_s"] for r in right if r["window"] is None), default=0)
     windowed = min((r["both_s"] for r in right), default=0)
     copy = next((r["bytes_per_s"] for r in rows if r["what"] == "copy"), 0)
@@ -212,7 +229,37 @@ def step_on_paper(rows, tokens=STEP_TOKENS):
     return {"what": "step"} | found | {"tokens_per_s": tokens / total, "flops_per_s": flops / total}
 
 
-PARTS = {"copy": lambda device: [measure_copy(device)], "gemm": measure_gemm, "attention": measure_attention}
+PARTS = ("copy", "gemm", "attention")
+SMALL = {"shape": (2, 512, N_HEAD, HEAD_DIM), "rounds": 3}
+
+
+def candidates(part, device):
+    """What is measured in a process of its own for a part."""
+    if part == "copy":
+        return ["copy"]
+    if part == "gemm":
+        return [name for _, name in blas_backends(device)]
+    return [name for name in attention_backends(device) if part == "attention" or name in SDPA]
+
+
+def measure(part, candidate, device):
+    """The rows of one of a part's candidates, in this process."""
+    if part == "copy":
+        return [measure_copy(device)]
+    if part == "gemm":
+        return measure_gemm(device, candidate)
+    return [measure_attention(device, candidate, **(SMALL if part == "sdpa" else {}))]
+
+
+def rows_of(part, device):
+    """The rows of a part, as they come. They are started together, so that importing torch costs its seconds once, and measure in turn."""
+    with contextlib.ExitStack() as stack:
+        started = [(name, stack.enter_context(child.Child(PROGRAM))) for name in candidates(part, device)]
+        for name, process in started:
+            yield from process.answers({"part": part, "candidate": name, "device": device}, HANG_SECONDS)
+            if process.end:
+                column = {"gemm": {"library": name}, "copy": {}}.get(part, {"backend": name})
+                yield {"what": "attention" if part == "sdpa" else part} | column | {"harm": process.end}
 
 
 def words(row):
@@ -224,6 +271,8 @@ def words(row):
     name = " ".join(filter(None, (row["what"], row.get("library"), row.get("backend"))))
     if "chosen" in row:
         name += f" ({row['chosen']})"
+    if "harm" in row:
+        return f"{name}: {row['harm']}"
     if "why" in row:
         return f"{name}: not measured, {row['why']}"
     if row["what"] == "copy":
@@ -235,18 +284,28 @@ def words(row):
     return f"{name}: {times}, {'right' if row['right'] else 'WRONG'} (error {row['error']:.1e})"
 
 
-def main():
-    part = sys.argv[1] if len(sys.argv) > 1 else None
-    if part not in (None, "sdpa", *PARTS):
-        sys.exit(f"{part!r} is no part: use one of copy, gemm, attention, sdpa, or none for all")
+def find_device():
     import torch
 
     if not torch.cuda.is_available():
         sys.exit("no GPU that torch can use: nothing to measure")
-    rows = []
+    return "cuda"
+
+
+def main():
+    part = sys.argv[1] if len(sys.argv) > 1 else None
+    if part == "--child":
+        import torch  # noqa: F401 (while it waits)
+
+        task, answer = child.begin()
+        for row in measure(task["part"], task["candidate"], task["device"]):
+            answer(**row)
+        os._exit(0)  # a GPU's driver may crash while Python tidies up: that harms nothing
+    if part not in (None, "sdpa", *PARTS):
+        sys.exit(f"{part!r} is no part: use one of copy, gemm, attention, sdpa, or none for all")
+    device, rows = find_device(), []
     for name in [part] if part else PARTS:
-        small = {"shape": (2, 512, N_HEAD, HEAD_DIM), "rounds": 3, "ours": False}
-        for row in measure_attention("cuda", **small) if name == "sdpa" else PARTS[name]("cuda"):
+        for row in rows_of(name, device):
             print(json.dumps(row) if part else words(row), flush=True)
             rows.append(row)
     if not part and (step := step_on_paper(rows)):

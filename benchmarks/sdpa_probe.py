@@ -3,106 +3,134 @@
     python benchmarks/sdpa_probe.py
 
 `torch.backends.cuda.flash_sdp_enabled()` says what is allowed, not what is there. So each backend is forced, run forward and
-backward, and its numbers are checked against float64; then the default's choice is shown. On ROCm everything is done twice, without
-and with TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1 (torch reads it once, so in processes of their own). Ends with a verdict.
+backward, and its numbers are checked against float64 products; then the default's choice is shown. On ROCm everything is done twice,
+without and with TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1 (torch reads it once). Each backend has processes of its own: one that crashes,
+hangs or spoils its process is named, and loses only itself. Ends with a verdict.
 """
 
-import json
+import contextlib
 import os
-import subprocess
 import sys
 import time
 import warnings
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import child
+
 SWITCH = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
 BACKENDS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH")
 FLAGS = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "cudnn_sdp_enabled", "math_sdp_enabled")
 SHAPES = ((2, 4, 1024, 64), (2, 4, 1024, 128))  # (B, n_head, T, head_dim)
+PROGRAM = [sys.executable, os.path.abspath(__file__), "--child"]
+HANG_SECONDS = 90  # without a row
 
 
-def run(backend, q, k, v, do, rounds):
-    """(o, dq, dk, dv) and milliseconds, forward and forward + backward; `backend` None is torch's own choice."""
+def milliseconds(call, rounds, device):
+    synchronize = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    times = []
+    for _ in range(rounds):
+        synchronize()
+        start = time.perf_counter()
+        call()
+        synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return sorted(times)[len(times) // 2]
+
+
+def exact_attention(q, k, v, do):
+    """(o, dq, dk, dv) in float64, by products and a softmax."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    seen = torch.ones(q.size(2), q.size(2), dtype=torch.bool, device=q.device).tril()
+    o = (leaves[0] @ leaves[1].mT / q.size(3) ** 0.5).masked_fill(~seen, float("-inf")).softmax(-1) @ leaves[2]
+    return o, *torch.autograd.grad(o, leaves, do.double())
+
+
+def relative_errors(results, exact):
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(results, exact)]
+
+
+def try_backend(name, device):
+    """Yields a row for each shape, of one of BACKENDS, or None, torch's own choice."""
+    inputs = []
+    for B, n_head, T, head_dim in SHAPES:
+        torch.manual_seed(0)
+        shape = B, n_head, T if device == "cuda" else 128, head_dim
+        inputs.append([torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4)])
+    references = [exact_attention(*tensors) for tensors in inputs]  # before the first call: its process may not be able to afterwards
+    for tensors, exact in zip(inputs, references):
+        yield try_shape(name, tensors, exact, device)
+
+
+def try_shape(name, tensors, exact, device):
+    """A row: milliseconds forward and forward + backward, and whether (o, dq, dk, dv) are right; or why not, or what harm was done."""
+    leaves, do = [x.detach().requires_grad_() for x in tensors[:3]], tensors[3]
+    row = {"backend": name or "default", "head_dim": do.size(3), "right": None, "why": ""}
 
     def forward():
-        if backend is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        with sdpa_kernel(getattr(SDPBackend, name)) if name else contextlib.nullcontext():
+            return F.scaled_dot_product_attention(*leaves, is_causal=True)
 
     def both():
         o = forward()
-        return o, *torch.autograd.grad(o, (q, k, v), do)
+        return o, *torch.autograd.grad(o, leaves, do)
 
-    def clock(call):
-        times = []
-        for _ in range(rounds):
-            synchronize()
-            start = time.perf_counter()
-            call()
-            synchronize()
-            times.append((time.perf_counter() - start) * 1e3)
-        return sorted(times)[len(times) // 2]
-
-    synchronize = torch.cuda.synchronize if q.is_cuda else (lambda: None)
-    results = both()
-    return results, clock(forward), clock(both)
-
-
-def probe():
-    """One process's findings, as a dictionary that json can carry."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16
-    found = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "hip": torch.version.hip,
-        "backends": [],
-        "arch": getattr(torch.cuda.get_device_properties(0), "gcnArchName", "") if device == "cuda" else "",
-        "flags": {name: getattr(torch.backends.cuda, name)() for name in FLAGS},
-    }
-    for B, n_head, T, head_dim in SHAPES:
-        T = T if device == "cuda" else 128
-        torch.manual_seed(0)
-        q, k, v, do = (torch.randn(B, n_head, T, head_dim, device=device, dtype=dtype) for _ in range(4))
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        wide = [x.detach().double().requires_grad_() for x in leaves]
-        seen = torch.ones(T, T, dtype=torch.bool, device=device).tril()
-        o = (wide[0] @ wide[1].mT / head_dim**0.5).masked_fill(~seen, float("-inf")).softmax(-1) @ wide[2]
-        exact = o, *torch.autograd.grad(o, wide, do.double())
-        for name in (*BACKENDS, None):
-            row = {"backend": name or "default", "head_dim": head_dim}
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                try:
-                    backend = getattr(SDPBackend, name) if name else None
-                    if device == "cuda":
-                        torch.cuda.reset_peak_memory_stats()
-                        base = torch.cuda.memory_allocated()
-                    results, row["forward_ms"], row["both_ms"] = run(backend, *leaves, do, 20 if device == "cuda" else 3)
-                    if device == "cuda":
-                        row["memory_mib"] = (torch.cuda.max_memory_allocated() - base) / 2**20
-                    row["errors"] = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(results, exact)]
-                    row["right"] = all(e < 2e-2 for e in row["errors"])  # NaN is not
-                    row["why"] = ""
-                except Exception as error:
-                    reasons = [str(w.message).splitlines()[0] for w in caught]
-                    row["right"], row["why"] = None, (reasons[-1] if reasons else str(error).splitlines()[0])[:160]
-                if name is None:
-                    try:
-                        row["chosen"] = SDPBackend(torch._fused_sdp_choice(*leaves, is_causal=True)).name
-                    except Exception:
-                        row["chosen"] = "?"
-            found["backends"].append(row)
-    return found
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            results = both()
+            if device == "cuda":
+                torch.cuda.synchronize()
+        except Exception as error:
+            reasons = [str(w.message).splitlines()[0] for w in caught]
+            row["why"] = (reasons[-1] if reasons else str(error).splitlines()[0])[:160]
+    try:
+        if not row["why"]:
+            row["errors"] = relative_errors(results, exact)
+            row["right"] = all(e < 2e-2 for e in row["errors"])  # NaN is not
+            del results
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+                base = torch.cuda.memory_allocated()
+            rounds = 20 if device == "cuda" else 3
+            row["forward_ms"], row["both_ms"] = milliseconds(forward, rounds, device), milliseconds(both, rounds, device)
+            if device == "cuda":
+                row["memory_mib"] = (torch.cuda.max_memory_allocated() - base) / 2**20
+        if max(relative_errors(exact_attention(*tensors), exact)) > 1e-6:
+            row["harm"] = "after it products are wrong"
+    except Exception as error:
+        row["harm"] = f"after it others fail ({' '.join(str(error).split())[:120]})"
+    if name is None:
+        row["chosen"] = "?"
+        with contextlib.suppress(Exception):
+            row["chosen"] = SDPBackend(torch._fused_sdp_choice(*leaves, is_causal=True)).name
+    return row
 
 
-def show(found):
-    for row in found["backends"]:
+def try_all(switch, device):
+    """The rows of every backend, each tried in a process of its own, with the switch set to "1" or unset (None)."""
+    environment = {k: v for k, v in os.environ.items() if k != SWITCH} | ({SWITCH: switch} if switch else {})
+    rows = []
+    with contextlib.ExitStack() as stack:
+        started = {name: stack.enter_context(child.Child(PROGRAM, environment)) for name in (*BACKENDS, None)}
+        for name, process in started.items():
+            answers = list(process.answers({"backend": name, "device": device}, HANG_SECONDS))
+            for _, _, _, head_dim in SHAPES[len(answers) :]:
+                answers.append({"backend": name or "default", "head_dim": head_dim, "harm": process.end or "its process gave no answer"})
+            rows += answers
+    return rows
+
+
+def show(rows):
+    for row in rows:
         name = row["backend"] + (f" → {row['chosen']}" if "chosen" in row else "")
-        if row["right"] is None:
+        if "harm" in row:
+            print(f"  {name:<28}head_dim {row['head_dim']:<4} {row['harm']}")
+        elif row["right"] is None:
             print(f"  {name:<28}head_dim {row['head_dim']:<4} not there: {row['why']}")
         else:
             numbers = "right" if row["right"] else "WRONG NUMBERS, relative errors " + ", ".join(f"{e:.1e}" for e in row["errors"])
@@ -111,18 +139,24 @@ def show(found):
             print(f"  {name:<28}head_dim {row['head_dim']:<4} {times} {memory}  {numbers}")
 
 
-def good(found, name):
-    return bool(found) and all(row["right"] for row in found["backends"] if row["backend"] == name)
+def good(rows, name):
+    of = [row for row in rows or () if row["backend"] == name]
+    return bool(of) and all(row.get("right") and "harm" not in row for row in of)
 
 
-def verdict(without, switched):
-    """Plain words: `without` and `switched` are what was found without and with the switch (None: not run)."""
-    lines = []
-    wrong = {row["backend"] for f in (without, switched) if f for row in f["backends"] if row["right"] is False}
+def verdict(without, switched, device):
+    """Plain words: `without` and `switched` are the rows without and with the switch (None: not run)."""
+    lines, every = [], [*without, *(switched or ())]
+    wrong = {row["backend"] for row in every if row.get("right") is False}
     if wrong:
         lines.append(f"WRONG numbers from {', '.join(sorted(wrong))}: do not use, whatever their speed.")
+    harm = {row["backend"]: row["harm"] for row in every if "harm" in row}
+    if harm:
+        lines.append(
+            f"Do not use, for what they do to their process: {', '.join(f'{name} ({what})' for name, what in sorted(harm.items()))}."
+        )
     plain, after = good(without, "FLASH_ATTENTION"), good(switched, "FLASH_ATTENTION")
-    if without["device"] == "cpu":
+    if device == "cpu":
         lines.append("No GPU: SDPA runs on the CPU; nothing to choose.")
     elif plain:
         lines.append("Flash attention is really there, forward and backward: SDPA needs nothing set.")
@@ -143,45 +177,32 @@ def verdict(without, switched):
                 else ": SDPA falls back to the mathematical way, slow and with memory that grows with T². Use kernels.flash_attention."
             )
         )
-    if without["flags"]["flash_sdp_enabled"] and not plain and without["device"] != "cpu":
+    if torch.backends.cuda.flash_sdp_enabled() and not plain and device != "cpu":
         lines.append("(torch.backends.cuda.flash_sdp_enabled() says True all the same: it tells what is allowed, not what is there.)")
     return lines
 
 
-def child(value):
-    environment = {k: v for k, v in os.environ.items() if k != SWITCH} | ({SWITCH: value} if value else {})
-    done = subprocess.run([sys.executable, __file__, "--json"], env=environment, capture_output=True, text=True, timeout=600)
-    try:
-        return json.loads(done.stdout.strip().splitlines()[-1])
-    except (IndexError, ValueError):  # a crash is a finding too
-        print(f"  the process died (exit code {done.returncode}): {(done.stderr.strip().splitlines() or ['no message'])[-1][:160]}")
-        return None
-
-
 def main():
-    if "--json" in sys.argv:
-        print(json.dumps(probe()))
-        return
+    if "--child" in sys.argv:
+        task, answer = child.begin()
+        for row in try_backend(task["backend"], task["device"]):
+            answer(**row)
+        os._exit(0)  # a GPU's driver may crash while Python tidies up: that harms nothing
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     print(
         f"torch {torch.__version__}, {'ROCm ' + torch.version.hip if torch.version.hip else 'CUDA ' + str(torch.version.cuda)}"
-        f"{', ' + torch.cuda.get_device_name() if torch.cuda.is_available() else ''}; causal, bfloat16, forward and backward"
+        f"{', ' + torch.cuda.get_device_name() if device == 'cuda' else ''}; causal, bfloat16, forward and backward"
     )
     print(f"{SWITCH} unset" if torch.version.hip else "each backend, forced")
-    without = child(None)
-    if without:
-        print(f"  allowed by torch.backends.cuda: {', '.join(k for k, v in without['flags'].items() if v)}")
-        show(without)
-    switched = None
+    print(f"  allowed by torch.backends.cuda: {', '.join(name for name in FLAGS if getattr(torch.backends.cuda, name)())}", flush=True)
+    without, switched = try_all(None, device), None
+    show(without)
     if torch.version.hip:
-        print(f"{SWITCH}=1")
-        switched = child("1")
-        if switched:
-            show(switched)
+        print(f"{SWITCH}=1", flush=True)
+        switched = try_all("1", device)
+        show(switched)
     print("\nverdict")
-    if without is None:
-        print("  SDPA could not be tried at all: see the error above.")
-        sys.exit(1)
-    for line in verdict(without, switched):
+    for line in verdict(without, switched, device):
         print("  " + line)
 
 

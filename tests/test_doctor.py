@@ -269,6 +269,8 @@ FAULTS = [
     ("sdpa", strix_halo, lambda m: torch_is(m, sdpa=[WRONG, DEFAULT]), "warn", "wrong numbers from flash .error 4e-01", "another torch"),
     ("sdpa", strix_halo, lambda m: torch_is(m, sdpa=[FLASH], sdpa_end="crashed (exit code 134)"), "warn",
      "crashed .exit code 134. .tried before: flash", "another torch"),
+    ("sdpa", strix_halo, lambda m: torch_is(m, sdpa=[FLASH | {"harm": "hung: no answer in 90 s"}, DEFAULT]), "warn", "flash: hung: no ans",
+     "another torch; train.py"),
     ("sdpa", strix_halo, no_flash, "warn", "no flash attention .*No available kernel.*MATH", "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1"),
     ("sdpa", strix_halo, lambda m: torch_is(m, sdpa=NO_FLASH), "warn", "torch takes MATH", "another torch"),  # though it is switched on
     ("aotriton", strix_halo, no_flash, "warn", "0.11.2", "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1"),
@@ -604,27 +606,41 @@ def test_this_torch_is_described_without_importing_it():
 def test_copy_and_gemm_are_measured():
     copy = probe.measure_copy("cpu", mib=1)
     assert 1e7 < copy["bytes_per_s"] < 1e13
-    (row,) = probe.measure_gemm("cpu", ((64, 48, 32),))
+    (row,) = probe.measure_gemm("cpu", "CPU", ((64, 48, 32),))
     assert row["library"] == "CPU" and all(row[x]["right"] and row[x]["flops"] > 1e5 for x in ("forward", "dgrad", "wgrad")), row
 
 
+def measured(*backends, shape=(1, 32, 2, 16)):
+    return {name: probe.measure_attention("cpu", name, shape, window=8, rounds=1) for name in backends or probe.attention_backends("cpu")}
+
+
 def test_attention_is_measured_and_checked(monkeypatch):
-    rows = {row["backend"]: row for row in probe.measure_attention("cpu", (1, 32, 2, 16), window=8, rounds=1)}
-    for name in ("math", "default", "kernels/", "kernels/ window 8"):  # kernels/: by Triton's interpreter
+    rows = measured()
+    for name in ("math", "default", probe.OURS, probe.WINDOWED):  # kernels/: by Triton's interpreter
         assert rows[name]["right"] and 1e-4 < rows[name]["error"] < 2e-2 and rows[name]["both_s"] > 0, rows[name]
+    assert [name for name, row in rows.items() if row["window"]] == [probe.WINDOWED] and not any("harm" in row for row in rows.values())
     assert rows["default"]["chosen"] and ("both_s" in rows["flash"]) != ("why" in rows["flash"])
     assert all(probe.words(row).startswith(f"attention {name}") and "WRONG" not in probe.words(row) for name, row in rows.items())
 
+    import torch
     import torch.nn.functional as F
 
     attend = F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **kwargs: attend(q, k, v))  # forgets causality
-    wrong = list(probe.measure_attention("cpu", (1, 32, 2, 16), window=8, rounds=1, ours=False))
-    wrong = [row for row in wrong if row["backend"] in ("math", "default")]
+    wrong = measured("math", "default").values()
     assert [row["right"] for row in wrong] == [False, False] and all("WRONG" in probe.words(row) for row in wrong)
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **kwargs: attend(q, k, v) * float("nan"))
-    nan = list(probe.measure_attention("cpu", (1, 32, 2, 16), rounds=1, ours=False))[-1]
+    nan = measured("default")["default"]
     assert nan["right"] is False and nan["error"] == 1e9
+    product = torch.Tensor.__matmul__
+
+    def spoil(q, k, v, **kwargs):
+        torch.Tensor.__matmul__ = lambda a, b: 1.01 * product(a, b)
+        return attend(q, k, v, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", product)  # so that it goes again
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spoil)
+    assert measured("default")["default"]["harm"].startswith("after it plain attention is wrong (error")
 
 
 def test_reference_is_attention_with_a_window():
@@ -652,9 +668,12 @@ def test_step_on_paper_is_the_published_sum():
     assert probe.step_on_paper(rows) is None  # a part is missing
     attention = {"what": "attention", "right": True, "window": None, "both_s": 0.02}
     rows += [attention, attention | {"window": 1024, "both_s": 0.015}, attention | {"right": False, "both_s": 0.001}]
+    rows += [attention | {"harm": "after it plain attention fails", "both_s": 0.001}]
     step = probe.step_on_paper(rows)
     assert step["gemm_s"] == pytest.approx(0.635, abs=0.005) and step["elementwise_s"] == pytest.approx(0.503, abs=0.005)
-    assert step["attention_s"] == pytest.approx(4 * (6 * 0.015 + 2 * 0.02))  # a wrong backend's speed does not count
+    assert step["attention_s"] == pytest.approx(
+        4 * (6 * 0.015 + 2 * 0.02)
+    )  # the speed of a wrong one does not count, nor of one that does harm
     assert step["flops_per_s"] * step["total_s"] == pytest.approx(31.3e12, rel=0.01)
     assert "modelled" in probe.words(step)
 
@@ -670,8 +689,39 @@ def test_part_of_the_probe_that_crashes_loses_only_itself(tmp_path):
         "copy: 4300 GB/s",
         "gemm cuBLAS: not measured, x",
         "gemm: not measured, crashed (exit code 134)",
-        "attention: not measured, hung for 420 s",
+        "attention: not measured, hung for 1200 s",
     ]
+
+
+def test_backends_that_crash_hang_or_spoil_their_process_are_named_by_the_check(tmp_path):
+    """In real processes, with stand-ins for SDPA's backends; the doctor, its child and that one's children end as they should."""
+    machine = h200(tmp_path)
+    machine.environ, machine.run = {**os.environ, "AUTORESEARCH_HARDWARE": "nvidia", "OMP_NUM_THREADS": "1"}, doctor.run_command
+    machine.torch["sdpa"], machine.torch["sdpa_end"] = doctor.ask_torch(machine, [PROJECT / "tests/standin_probe.py", "probe", "sdpa"], 120)
+    row = row_of("sdpa", machine)
+    assert row.level == "warn" and row.seen == (
+        "flash: took its process down: signal 11; efficient: hung: no answer in 3 s; "
+        "math: after it plain attention fails (RuntimeError: HIP error: invalid argument)"
+    )
+    assert [r["backend"] for r in machine.torch["sdpa"] if r.get("right")] == ["default"], "what came after them was tried all the same"
+    assert probe.words(machine.torch["sdpa"][0]) == "attention flash: took its process down: signal 11"
+
+
+def test_each_candidate_of_the_probe_has_a_process_of_its_own(monkeypatch, tmp_path):
+    """Small programs answer in its place."""
+    program = tmp_path / "program.py"
+    lines = (
+        "print('oops')",
+        "if task['candidate'] == 'CPU': os.abort()",
+        "answer(what=task['part'], backend=task['candidate'], pid=os.getpid())",
+    )
+    program.write_text(
+        "\n".join([f"import os, sys; sys.path.insert(0, {str(PROJECT)!r}); import child; task, answer = child.begin()", *lines])
+    )
+    monkeypatch.setattr(probe, "PROGRAM", [sys.executable, str(program)])
+    assert list(probe.rows_of("gemm", "cpu")) == [{"what": "gemm", "library": "CPU", "harm": "took its process down: signal 6 (oops)"}]
+    rows = list(probe.rows_of("sdpa", "cpu"))
+    assert [row["backend"] for row in rows] == ["flash", "efficient", "math", "default"] and len({row["pid"] for row in rows}) == 4
 
 
 def test_probe_needs_a_gpu():
