@@ -1,5 +1,6 @@
 """benchmarks/sdpa_probe.py: which backends of SDPA a build has. benchmarks/probe.py is tested with the doctor, which runs it."""
 
+import os
 import subprocess
 import sys
 
@@ -13,7 +14,8 @@ import sdpa_probe
 def test_backends_that_crash_hang_or_spoil_their_process_are_named():
     """In real processes, with stand-ins for the backends; what is right is found among them."""
     command = [sys.executable, PROJECT / "tests/standin_probe.py", "sdpa_probe"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for head_dim in (64, 128):
         rows = [line.split(None, 1) for line in done.stdout.splitlines() if f"head_dim {head_dim} " in line]
