@@ -5,6 +5,7 @@ reported to fail, and all after it). So backends.py has each tried by this file 
 numbers that it is compared with are made first, by products and a softmax alone: whatever they need must not be what a candidate spoils.
 """
 
+import contextlib
 import functools
 import os
 import statistics
@@ -292,6 +293,9 @@ def main():
 
     A task: {"what": a key of TRIES, "candidate": name, "cases": windows or shapes, "device": "cuda:0", "sizes": the shape or rows}.
     """
+    with contextlib.suppress(ModuleNotFoundError):
+        import kernels  # noqa: F401
+    plain_attention(1, *_random_inputs((1, 2, 1, 1, 2), torch.device("cpu")))  # what torch imports at the first gradient, while it waits
     task, answer = child.begin()
     device = torch.device(task["device"])
     machine.cap_shared_memory(device)

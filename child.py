@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 
 START_SECONDS = 120  # to import what it needs, from a cold disk
 KILL_SECONDS = 10  # a process that SIGKILL has not ended by then hangs in the driver, and only a reboot ends it
@@ -113,6 +114,7 @@ def begin():
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it may crash: that leaves no file
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what anything else prints is no answer
+    warnings.simplefilter("ignore")  # the last line that it prints may say why it ended
     line = sys.stdin.readline()
     if not line:
         sys.exit("ended before it was told what to try")
