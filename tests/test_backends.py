@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import backends
 import candidates
+import child
 import prepare
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -209,6 +210,26 @@ def test_a_program_that_does_not_start_is_a_reason(in_processes, monkeypatch, tm
     monkeypatch.setattr(backends, "PROGRAM", [sys.executable, str(program)])
     with pytest.raises(backends.NoneUsable, match="ended with exit code 1 .ModuleNotFoundError: No module named 'no_such_module'"):
         choose("sdpa")
+
+
+def test_the_memory_cap_comes_first_and_what_has_no_reference_is_not_tried(monkeypatch):
+    """The program in this process, up to its end."""
+    done, task = [], {"what": "attention", "candidate": "sdpa", "cases": [WINDOW, 64], "sizes": SHAPE, "device": "cpu"}
+    monkeypatch.setattr(child, "begin", lambda: (task, lambda **answer: done.append(answer)))
+    monkeypatch.setattr(candidates.machine, "cap_shared_memory", lambda device: done.append(device))
+    monkeypatch.setattr(candidates.os, "_exit", done.append)
+    candidates.main()
+    assert (
+        done[0] == CPU and [answer["case"] for answer in done[1:3]] == [0, 1] and all(a["found"] > 0 for a in done[1:3]) and done[3:] == [0]
+    )
+    done.clear()
+
+    def full(*_):
+        raise torch.OutOfMemoryError("HIP out of memory")
+
+    monkeypatch.setitem(candidates.TRIES, "attention", lambda *_: iter(full, None))
+    candidates.main()
+    assert done[1:] == [{"case": case, "found": "not tried (OutOfMemoryError: HIP out of memory)"} for case in (0, 1)] + [0]
 
 
 # ---- what was found before ------------------------------------------------------------------------------------------------------------
