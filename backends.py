@@ -75,7 +75,8 @@ def _best_together(times, shape, device):
     (tried,) = _findings("attention together", [mixture], shape, [" and ".join(best.values())], device, stops=False)
     if _usable(tried, "Attention in one process by"):
         return best
-    totals = {name: sum(of[name] for of in times.values()) for name in best.values() if all(name in of for of in times.values())}
+    for_all = set.intersection(*map(set, times.values()))
+    totals = {name: sum(of[name] for of in times.values()) for name in sorted(for_all)}
     if not totals:
         raise NoneUsable(f"no attention gives right numbers for all windows in one process here: {tried}")
     return dict.fromkeys(best, min(totals, key=totals.get))

@@ -95,8 +95,9 @@ class Child:
             return ""
         end = f"took its process down: signal {-code}" if code < 0 else f"ended with exit code {code}"
         self.errors.seek(max(0, self.errors.seek(0, os.SEEK_END) - 4096))
-        last = next((line.strip() for line in reversed(self.errors.read().decode(errors="replace").splitlines()) if line.strip()), "")
-        return f"{end} ({last[:160]})" if last else end
+        text = self.errors.read().decode(errors="replace")
+        last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+        return f"{end} ({''.join(filter(str.isprintable, last))[:160]})" if last else end
 
 
 def _parsed(line):

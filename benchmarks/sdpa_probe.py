@@ -184,6 +184,7 @@ def verdict(without, switched, device):
 
 def main():
     if "--child" in sys.argv:
+        exact_attention(*torch.randn(4, 1, 1, 2, 2))  # what torch imports at the first gradient, while it waits
         task, answer = child.begin()
         for row in try_backend(task["backend"], task["device"]):
             answer(**row)

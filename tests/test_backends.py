@@ -245,6 +245,23 @@ def test_the_fastest_is_chosen_and_remembered(answers, capsys):
     assert choose("sdpa")[1] == f"sdpa up to {WINDOW}, sdpa up to 64"
 
 
+def test_where_no_two_work_together_one_does_all(memory, monkeypatch, capsys):
+    """Any that is right for every window, though the fastest for none."""
+    names, times = ("kernels", "flash", "sdpa"), ({"kernels": 1.0, "sdpa": 3.0}, {"flash": 1.0, "sdpa": 4.0})
+    wrong = dict.fromkeys(names, "wrong numbers")
+    found = {json.dumps(["a device", "attention", w, *SHAPE, *names]): wrong | t for w, t in zip((WINDOW, 64), times)}
+    together = json.dumps(["a device", "attention together", [["kernels", WINDOW], ["flash", 64]], *SHAPE, "kernels and flash"])
+    memory.write_text(json.dumps(found | {together: {"kernels and flash": 2.0}}))
+    assert choose(*names)[1] == f"kernels up to {WINDOW}, flash up to 64"
+    memory.write_text(json.dumps(found | {together: {"kernels and flash": "took its process down: signal 11"}}))
+    assert choose(*names)[1] == f"sdpa up to {WINDOW}, sdpa up to 64"
+    assert "Attention in one process by kernels and flash is not used: took its process down: signal 11" in capsys.readouterr().out
+    found = {key: entry | {"sdpa": "wrong numbers"} for key, entry in found.items()}
+    memory.write_text(json.dumps(found | {together: {"kernels and flash": "hung"}}))
+    with pytest.raises(backends.NoneUsable, match="no attention gives right numbers for all windows in one process"):
+        choose(*names)
+
+
 def test_what_is_remembered_starts_no_process(memory, monkeypatch):
     """Nor imports anything for one."""
     monkeypatch.setattr(backends.child, "Child", lambda *a: pytest.fail("started"))
