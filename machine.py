@@ -1,4 +1,4 @@
-"""What train.py asks of the machine (device, peak rate, memory limit, compiler) and leaves on it (progress, the saved model)."""
+"""What train.py asks of the machine (device, peak rate, memory limit, compiler, sensors) and leaves on it (progress, the saved model)."""
 
 import contextlib
 import math
@@ -12,6 +12,7 @@ import time
 import torch
 
 import prepare
+import telemetry
 
 EXIT_ENVIRONMENT = prepare.EXIT_ENVIRONMENT
 
@@ -142,6 +143,18 @@ def peak_memory(device):
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def sensors(device):
+    """What samples the device's clock, heat and power from its `start()` to its `stop()`; nothing on a CPU."""
+    if device.type == "cpu":
+        return telemetry.Sampler()
+    found = torch.cuda.get_device_properties(device)
+    try:
+        pci = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    except AttributeError:  # an older torch
+        pci = None
+    return telemetry.Sampler("amd" if torch.version.hip else "nvidia", pci)
 
 
 def can_compile(device):

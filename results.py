@@ -227,6 +227,9 @@ def section(outcome, name, key):
     return as_number((outcome.get(name) or {}).get(key))
 
 
+GPU = ("gpu_clock_mhz_mean", "gpu_clock_mhz_min", "gpu_temp_c_max", "gpu_watts_mean")  # of the summary, where telemetry.py could read it
+
+
 def facts(run):
     """What a row takes over from its run, empty where there is none."""
     run = run or {}
@@ -234,8 +237,8 @@ def facts(run):
     return {
         **{name: run.get(name) or "" for name in ("tag", "state", "reason", "started")},
         **{name: section(run, "seconds", name) for name in ("startup", "training", "evaluation", "total")},
-        **{name: section(run, "summary", name) for name in ("num_steps", "mfu_percent", "tok_per_sec")},
-        **{name: str(summary.get(name, "")) for name in ("dataset", "fingerprint")},
+        **{name: section(run, "summary", name) for name in ("num_steps", "mfu_percent", "tok_per_sec", *GPU)},
+        **{name: str(summary.get(name, "")) for name in ("dataset", "fingerprint", "gpu_throttled")},
         "device": run.get("device") or str(summary.get("device", "")),
     }
 
@@ -437,6 +440,7 @@ def summarize(night):
         "plateau": since >= PLATEAU,
         "hours": time,
         "experiments_per_hour": time["runs"] / time["wall"] if time else None,
+        "throttled": [int(number) for number in rows["number"][rows["gpu_throttled"] != ""]],
         "keeps": records(keeps(night)),
         "ideas": records(ideas(night)),
         "pareto": [short(row) for row in records(pareto(night))],
@@ -663,6 +667,10 @@ def overview(night):
     if len(s["fingerprints"]) > 1:
         prints = f"{len(s['fingerprints'])} fingerprints ({', '.join(s['fingerprints'])})"
         notes += [f"WARNING: the runs have {prints}: their numbers do not compare."]
+    if s["throttled"]:
+        which = f"{count(len(s['throttled']), 'run')} throttled ({', '.join(f'#{number}' for number in s['throttled'][:9])}"
+        which += ", …" * (len(s["throttled"]) > 9)
+        notes += [f"{which}): a slower clock makes fewer steps, so their numbers may be too high."]
     ran = [*s["devices"], *s["datasets"], *(f"fingerprint {text}" for text in s["fingerprints"])]
     notes += [f"Ran on {', '.join(ran)}."] if ran else []
     e = html.escape
@@ -705,11 +713,14 @@ def fold(row):
     """The description, as HTML; what its run left is folded under it."""
     e, run = html.escape, row["run"]
     title = e(row["description"] or row["commit"] or "(no description)")
-    why = f"<small>{e(row['reason'] or row['odd'])}</small>" if row["reason"] or row["odd"] else ""
+    notes = [row["reason"] or row["odd"], f"the GPU throttled: {row['gpu_throttled']}" * bool(row["gpu_throttled"])]
+    why = "".join(f"<small>{e(note)}</small>" for note in notes if note)
     if not run:
         return title + why
     about = [f"runs/{os.path.basename(run['folder'])}", row["commit"], *([f"seed {run['seed']}"] if "seed" in run else []), row["device"]]
     about += [duration(row["total"] / 3600)] if row["total"] > 0 else []
+    gpu = zip(GPU, ("{:,.0f} MHz", "at least {:,.0f} MHz", "up to {:.0f} °C", "{:.0f} W"))
+    about += [words.format(row[name]) for name, words in gpu if row[name] == row[name]]  # not NaN
     lines = [line for line in read_text(f"{run['folder']}/change.diff", 20_000).splitlines() if line]
     kind = lambda line: "" if line.startswith(("+++", "---")) else {"+": "a", "-": "d"}.get(line[0], "")
     diff = "".join(f'<span class="{kind(line)}">{e(line)}</span>' for line in lines)

@@ -562,7 +562,7 @@ def load_model(path, device):
 # ---------------------------------------------------------------------------
 
 
-def train(model, optimizer, loader, device, flops_per_step, peak):
+def train(model, optimizer, loader, device, flops_per_step, peak, sensors=None):
     """Steps until the time budget is used. Returns (steps, timed seconds)."""
     compile_model(model, device)
     micro_batches = TOTAL_BATCH_SIZE // (DEVICE_BATCH_SIZE * MAX_SEQ_LEN)
@@ -618,6 +618,8 @@ def train(model, optimizer, loader, device, flops_per_step, peak):
         elif (step + 1) % 5000 == 0:
             gc.collect()
         step += 1
+        if step == WARMUP_STEPS and sensors:
+            sensors.start()
     progress_line.end()
     if recorded and not recorded.holds(x, y):
         fail(
@@ -671,7 +673,9 @@ def main():
                 f"{path} can't be written, where the trained model is kept until it is evaluated: make room for it",
                 machine.EXIT_ENVIRONMENT,
             )
-        steps, seconds = train(model, optimizer, loader, device, flops_per_token * TOTAL_BATCH_SIZE, peak)
+        sensors = machine.sensors(device)
+        steps, seconds = train(model, optimizer, loader, device, flops_per_token * TOTAL_BATCH_SIZE, peak, sensors)
+        sensors.stop()
         tokens_per_second = (steps - WARMUP_STEPS) * TOTAL_BATCH_SIZE / seconds
         result = {
             "training_seconds": f"{seconds:.1f}",
@@ -688,6 +692,7 @@ def main():
             "peak_vram_mb": machine.peak_memory(device),
             "seconds_before_evaluation": time.time() - started,
             "train.py": source,
+            "sensors": sensors.summary(),
         }
         del optimizer, loader
         saved = machine.save(path, {"config": asdict(model.config), "model": model.state_dict(), "facts": result})
@@ -715,6 +720,7 @@ def main():
     }
     if os.environ.get("AUTORESEARCH_RUN"):  # by which experiment.py knows that a summary is its run's own
         summary["run"] = os.environ["AUTORESEARCH_RUN"]
+    summary |= result.get("sensors", {})  # clock, heat and power of the GPU, where they are known
     print("---")
     for key, value in summary.items():
         print(f"{key + ':':<17} {value}")

@@ -139,7 +139,7 @@ def verdict_lines(turn, outcome, status, notes):
         f"memory {memory_gb(summary):.1f} GB, {steps} steps, {mfu}"
         f"{took['total']:.0f} s ({took['startup']:.0f} start, {took['training']:.0f} training, {took['evaluation']:.0f} evaluation)"
     )
-    told = speed_warning(outcome, base, same=turn["kind"] == "noise"), longer(outcome, base)
+    told = speed_warning(outcome, base, same=turn["kind"] == "noise"), longer(outcome, base), throttled(summary)
     lines += [f"warning: {words}" for words in told if words]
     return [*lines, *notes, f"log: {folder}/run.log"], 0
 
@@ -183,3 +183,9 @@ def longer(outcome, base):
     if took and before and took > 1.1 * before + 20:
         return f"training took {took:.0f} s, the best's {before:.0f}: much that is not timed, or more than the time budget"
     return None
+
+
+def throttled(summary):
+    """A warning where the run's own lines say that its GPU was too hot or slowed down (telemetry.py)."""
+    said = summary.get("gpu_throttled")
+    return f"the GPU throttled ({said}): fewer steps than a cool one makes" if said else None

@@ -45,7 +45,7 @@ def clone(folder, **edits):
     assert all(re.search(rf"^{name} = ", source, re.M) for name in edits) and source.count(end) == 1
     source = source.replace(end, "".join(f"\n{name} = {value}" for name, value in edits.items()) + end)
     (folder / "train.py").write_text(source)
-    for name in ("prepare.py", "machine.py", "backends.py", "candidates.py", "child.py", "kernels"):
+    for name in ("prepare.py", "machine.py", "telemetry.py", "backends.py", "candidates.py", "child.py", "kernels"):
         if not (folder / name).exists():
             (folder / name).symlink_to(PROJECT / name)
     return folder
