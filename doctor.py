@@ -2,7 +2,8 @@
 
     python doctor.py             # one screen: what was seen, why it matters, the command that mends it
     python doctor.py --probe     # and measured: copy bandwidth, GEMM, attention, the step on paper (minutes)
-    python doctor.py --json      # the same as JSON: one paste into a bug report says all
+    python doctor.py --report    # report.md, to be pasted into an issue: all of this, versions, ten training steps (report.py; minutes)
+    python doctor.py --json      # the screen as JSON
     python doctor.py --stop      # what run.sh asks before each run: a line for each fault that would make it fail, freeze or lie
     python doctor.py --list      # every check, as docs/doctor.md lists them
 
@@ -36,6 +37,8 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+
+import telemetry
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PROBE = os.path.join(HERE, "benchmarks", "probe.py")
@@ -87,7 +90,7 @@ class Machine:
     access: Callable = os.access  # a path and a mode → whether this user has it
     free: Callable = lambda path: shutil.disk_usage(path).free  # a folder → bytes
     include: str = sysconfig.get_path("include")  # where Python.h is
-    torch: Mapping = field(default_factory=dict)  # what torch says of itself: torch_on_disk(), and "canary" and "sdpa" once it was asked
+    torch: Mapping = field(default_factory=dict)  # what torch says of itself: torch_on_disk(); "canary", "sdpa", "miopen" once it was asked
 
     def path(self, name):
         return os.path.join(self.root, name)
@@ -122,7 +125,7 @@ class Machine:
     @property
     def cards(self):
         """The device folders of AMD's graphics cards."""
-        return [path for path in self.glob("sys/class/drm/card*/device") if self.read(path + "/vendor") == "0x1002"]
+        return telemetry.amd_cards(self.root)
 
     @property
     def has_nvidia(self):
@@ -256,29 +259,51 @@ def torch_build(machine):
     )
 
 
+# (what ROCm's version begins with, what torch's does, what is reported of these builds): worth knowing, and no reason to refuse a run.
+KNOWN_OF_ROCM = (
+    (r"7\.15\.0a", r"", "flash attention is wrong at head_dim 512"),
+    (r"", r"2\.14\.0(a|\.dev)", "flash attention is wrong at head_dim 512"),
+    (r"10\.1\.0a", r"", "flash attention gives zeros in those for Windows"),
+)
+
+
 def rocm_version(machine):
     """ROCm/TheRock#2991: before 7.2, and in 7.9 and 7.10, the register count of gfx1151 is wrong and kernels crash; ROCm/TheRock#5763: the
-    nightlies of 2026-06-09 to 12 crash at the first use. The ROCm is in torch's version: torch.version.hip counts differently."""
-    version = machine.torch.get("rocm")
+    nightlies of 2026-06-09 to 12 crash at the first use; later ones: pytorch#189849 (head_dim 512), ROCm/aotriton#210 (zeros). The ROCm is
+    in torch's version: torch.version.hip counts differently."""
+    version, torch = machine.torch.get("rocm"), machine.torch.get("version") or ""
     if not version:
         return None
     nightly = re.search(r"a(2026060[9]|2026061[0-2])", version)
     bad = numbers(version) < (7, 2) or (7, 9) <= numbers(version) < (7, 11) or nightly and version.startswith("7.14.0a")
-    return Fault(f"torch {machine.torch.get('version')} is built with ROCm {version}") if bad else version
+    if bad:
+        return Fault(f"torch {torch} is built with ROCm {version}")
+    known = [words for rocm, of_torch, words in KNOWN_OF_ROCM if re.match(rocm, version) and re.match(of_torch, torch)]
+    if known:
+        return Fault(f"torch {torch}: reported of these nightlies: {known[0]}", "a stable torch: move venv/ away, ./run.sh", "note")
+    return version
+
+
+# The family whose wheel has the flash-attention images of a part, since ROCm 7.14.
+FAMILIES = {"gfx1151": "gfx115x"}
+AMD_INDEX = "https://stable.repo.amd.com/rocm/whl-next/"
 
 
 def device_code(machine):
-    """ROCm/TheRock#7839: torch from AMD's multi-arch index has no code for any GPU; the extra device-gfx1151 brings it."""
-    part = machine.parts[0] if machine.parts else "gfx1151"
+    """ROCm/TheRock#7839: torch from AMD's multi-arch index has no code for any GPU; the extra device-gfx1151 brings it. pytorch#194498,
+    ROCm/rocm-systems#10685: flash attention's is in the wheel of the family, and without it fails late, with hipErrorInvalidValue."""
+    part, version = machine.parts[0] if machine.parts else "gfx1151", machine.torch.get("version")
     if f"device-{part}" not in machine.torch.get("extras", ()):
         return None
-    if f"amd-torch-device-{part}" in machine.torch.get("packages", {}):
-        return f"for {part}"
-    wanted = f'"torch[device-{part}]=={machine.torch["version"]}"'
-    return Fault(
-        f"torch {machine.torch['version']} without code for {part}",
-        f"python -m pip install --index-url https://stable.repo.amd.com/rocm/whl-next/ {wanted}",
-    )
+    packages, family = machine.torch.get("packages", {}), FAMILIES.get(part)
+    if f"amd-torch-device-{part}" not in packages:
+        seen = f"torch {version} without code for {part} (amd-torch-device-{part}): hipErrorInvalidImage at its first kernel"
+        return Fault(seen, f'python -m pip install --index-url {AMD_INDEX} "torch[device-{part}]=={version}"')
+    if family and numbers(machine.torch.get("rocm")) >= (7, 14) and f"amd-torch-device-{family}" not in packages:
+        seen = f"torch {version} without amd-torch-device-{family}: on {part} flash attention will fail, late; MATH alone works"
+        wheel = f"amd-torch-device-{family}=={packages[f'amd-torch-device-{part}']}"
+        return Fault(seen, f"python -m pip install --index-url {AMD_INDEX} {wheel}", "warn")
+    return f"for {part}" + f" and {family}" * (f"amd-torch-device-{family}" in packages)
 
 
 def install_with(machine, apt, dnf, pacman):
@@ -497,7 +522,8 @@ def kernel(machine):
     """ROCm/TheRock#2991: until 6.18.4 (Ubuntu OEM 6.17.0-1018) the kernel saves too few registers of gfx1151 and work crashes; before
     6.16.9 it shows 15.5 GB at most (ROCm/legacy-rocm-build#5444). Newer kernels export cwsr_size (palazzem/hanzo#345)."""
     release = machine.read("proc/sys/kernel/osrelease") or "?"
-    return release if kernel_fixed(machine) else Fault(f"Linux {release}")
+    told = " (AMD's matrix for Ubuntu 24.04 names 6.17, TheRock's FAQ 6.18.4)" if numbers(release)[:2] == (6, 17) else ""
+    return release if kernel_fixed(machine) else Fault(f"Linux {release}{told}")
 
 
 def firmware(machine):
@@ -526,7 +552,10 @@ def gpu_faults(machine):
         code, out, _ = machine.run(command, 3)
         lines = [line for line in out.splitlines() if pattern.search(line)]
         if lines:
-            return Fault(f"{len(lines)} faults since boot, the last: {lines[-1].split('amdgpu', 1)[-1].lstrip(': ')[:90]}")
+            mend = ""
+            if re.search("timeout|GPU reset", " ".join(lines)) and "amdgpu.lockup_timeout" not in (machine.read("proc/cmdline") or ""):
+                mend = "sudo reboot before a night; where resets come back, amdgpu.lockup_timeout=20000 on the kernel's command line helps"
+            return Fault(f"{len(lines)} faults since boot, the last: {lines[-1].split('amdgpu', 1)[-1].lstrip(': ')[:90]}", mend)
         if code == 0 and out:
             return "none since boot"
     return None
@@ -559,6 +588,21 @@ def power(machine):
         if level == "low":
             return Fault("the GPU's clock is forced to its lowest", f"echo auto | sudo tee {card}/power_dpm_force_performance_level")
     return profile or None
+
+
+def heat(machine):
+    """Silent freezes (ROCm/legacy-rocm-build#6165), and hard locks of a gfx1151 at 2,900 MHz, 180 W and 111 °C, are reported; with its
+    clock capped at 2,400 MHz it took 100 W, stayed at 70 °C and was 6 % slower. A run samples the same sensors (telemetry.py)."""
+    units = {"temp_c": "{:.0f} °C", "clock_mhz": "{:,.0f} MHz", "watts": "{:.0f} W"}
+    said = []
+    for card in machine.cards:
+        now = telemetry.read_amd(card)
+        words = ", ".join(text.format(now[name]) for name, text in units.items() if name in now)
+        critical = now.get("critical_c") or 100.0  # which is usual where it does not say
+        if now.get("temp_c", 0) >= critical - telemetry.NEAR:
+            return Fault(f"the GPU is at {words} before any run; {critical:.0f} °C are critical")
+        said += [words] * bool(words)
+    return "; ".join(said) or None
 
 
 def swap(machine):
@@ -601,17 +645,38 @@ def several_gpus(machine):
     return Fault(f"{len(parts)} GPUs: {', '.join(parts)}; a run uses the first", mend)
 
 
+TRITONS = {"2.13.0+rocm10.0.0": "3.8.0"}  # what comes with a torch, where its own files do not say
+
+
 def triton(machine):
     """A later install can put another Triton over torch's own (ROCm/TheRock#1278 shows one that does not link)."""
-    packages = machine.torch.get("packages", {})
+    packages, torch = machine.torch.get("packages", {}), machine.torch.get("version")
     tritons = {name: packages[name] for name in ("triton", "triton-rocm", "pytorch-triton-rocm", "pytorch-triton") if name in packages}
     have = ", ".join(f"{name} {version}" for name, version in tritons.items()) or "no Triton"
     wanted = re.match(r"([\w-]+)\s*\(?==\s*([\w.+]+)", machine.torch.get("wants_triton") or "")
+    name, version = wanted.groups() if wanted else ("triton", TRITONS.get(torch))
     if len(tritons) > 1:
         return Fault(f"{len(tritons)} Tritons in one place: {have}")
-    if wanted and wanted[2] not in (tritons.get(wanted[1]), tritons.get(wanted[1], "").partition("+")[0]):
-        return Fault(f"{have}, but torch {machine.torch.get('version')} wants {wanted[1]} {wanted[2]}")
+    if version and version not in (tritons.get(name), tritons.get(name, "").partition("+")[0]):
+        return Fault(f"{have}, but torch {torch} wants {name} {version}")
     return have if tritons else None
+
+
+def tunable_op(machine):
+    """It is switched on against slow products (ROCm/TheRock#5314); on torch 2.13 with ROCm 10 it brings nothing, by reports, and not the
+    same bits from run to run. backends.py times the products' layouts itself."""
+    value = machine.environ.get("PYTORCH_TUNABLEOP_ENABLED")
+    return Fault(f"PYTORCH_TUNABLEOP_ENABLED={value}") if value not in (None, "", "0") else "off"
+
+
+def miopen(machine):
+    """A convolution and a batch norm, forward and backward, each in a process of its own: on ROCm 10.0.0 every convolution of a gfx1151
+    fails (MIOpen#3964), by other reports batch norm alone does (its run-time compiler finds no type_traits). train.py uses neither."""
+    asked = machine.torch.get("miopen")
+    if not asked:
+        return None
+    failed = [f"a {what} fails ({why})" for what, why in asked.items() if why]
+    return Fault("; ".join(failed)) if failed else "right: " + ", ".join(asked)
 
 
 def nvidia_driver(machine):
@@ -655,8 +720,8 @@ CHECKS = (
           "move venv/ away: ./run.sh makes a new one with the right torch"),
     Check(rocm_version, "gfx1151", "stop", "ROCm before 7.2, 7.9, 7.10 and the nightlies of 9 to 12 June 2026 crash on gfx1151",
           "move venv/ away: ./run.sh installs a ROCm that works"),
-    Check(device_code, AMD, "stop", "plain torch from AMD's multi-arch index fails at its first kernel",
-          'python -m pip install --index-url https://stable.repo.amd.com/rocm/whl-next/ "torch[device-gfx1151]==…"'),
+    Check(device_code, AMD, "stop", "torch from AMD's multi-arch index has its code for a part, and flash attention's, in wheels apart",
+          f'python -m pip install --index-url {AMD_INDEX} "torch[device-gfx1151]==…"'),
     Check(nvidia_driver, "nvidia", "stop", "a driver older than torch's CUDA shows no GPU",
           "install a newer driver, or a torch for an older CUDA (AUTORESEARCH_TORCH)"),
     Check(gpu, ALL, "stop", "a torch that can't see or use the GPU crashes or hangs when the run begins",
@@ -681,6 +746,10 @@ CHECKS = (
           "unset ROCM_HOME HIP_PATH (. ./env.sh sets them)"),
     Check(triton, GPU, "warn", "torch.compile works with the Triton that its torch was made with",
           "move venv/ away: ./run.sh makes a new one; never install Triton by hand"),
+    Check(tunable_op, AMD, "note", "on torch 2.13 with ROCm 10 no gain is reported, and two runs are not the same bits",
+          "unset PYTORCH_TUNABLEOP_ENABLED"),
+    Check(miopen, AMD, "note", "train.py needs neither; an idea with a convolution or a batch norm would crash",
+          "write it otherwise: program.md, \"Convolutions\", says how"),
     Check(gtt, "gfx1151", "note", "it is what the GPU may use of the memory: half by default, which is enough for the protocol's run",
           'echo "options ttm pages_limit=25165824" | sudo tee /etc/modprobe.d/ttm.conf (GiB × 262144); renew the initramfs; reboot'),
     Check(kernel, "gfx1151", "warn", "before 6.18.4 the kernel saves too few of gfx1151's registers: crashes and hangs",
@@ -693,6 +762,8 @@ CHECKS = (
           "sudo systemctl mask sleep.target suspend.target (unmask undoes it)"),
     Check(power, AMD, "warn", "the clocks follow it: numbers of one profile don't compare with another's",
           "powerprofilesctl set balanced"),
+    Check(heat, AMD, "warn", "a hot part lowers its clock, so its numbers don't compare, and hard locks are reported",
+          "let it cool, free its fan, powerprofilesctl set balanced; a cap of its clock at 2,400 MHz is reported to cost 6 %"),
     Check(swap, "gfx1151 none", "warn", "the host swaps before the run begins: both will crawl",
           "close what uses memory; then sudo swapoff -a && sudo swapon -a"),
     Check(several_gpus, GPU, "warn", "which GPU runs should not be chance",
@@ -868,11 +939,41 @@ def canary():
         answer(stage=stage, error=text)
 
 
+LAYERS = {"convolution": ("Conv1d", (8, 8, 3)), "batch norm": ("BatchNorm1d", (8,))}
+
+
+def try_layer(name):
+    """Forward and backward of one of LAYERS on the GPU, compared with the CPU; what failed, or None, is the answer."""
+    import torch
+
+    kind, sizes = LAYERS[name]
+    try:
+        torch.manual_seed(0)
+        layer, x = getattr(torch.nn, kind)(*sizes), torch.randn(4, 8, 32)
+        found = []
+        for device in ("cpu", "cuda"):
+            y = layer.to(device)(x.to(device))
+            found.append([t.cpu() for t in (y, *torch.autograd.grad(y.square().sum(), layer.weight))])
+        same = all(torch.allclose(a, b, rtol=1e-2, atol=1e-2) for a, b in zip(*found))
+        answer(why=None if same else "wrong numbers")
+    except Exception as error:
+        answer(why=one_line(error))
+
+
+def ask_layers(machine):
+    """Layer → why it fails, or None."""
+    found = {}
+    for name in LAYERS:
+        answers, end = ask_torch(machine, [os.path.abspath(__file__), "--layer", name], CANARY_SECONDS)
+        found[name] = end or (answers[-1]["why"] if answers else "it said nothing")
+    return found
+
+
 def canary_key(machine):
     """What its answer depends on: torch, Triton, Python, compiler, kernel, driver, settings; and the boot, which firmware needs."""
     compiler = [os.path.realpath(c) for c in (machine.which("cc", "gcc", "clang"), machine.which("c++", "g++", "clang++")) if c]
     parts = {
-        "torch": {k: v for k, v in machine.torch.items() if k not in ("canary", "sdpa", "sdpa_end")},
+        "torch": {k: v for k, v in machine.torch.items() if k not in ("canary", "sdpa", "sdpa_end", "miopen")},
         "python": [sys.executable, sys.version],
         "compiler": [[path, os.stat(path).st_mtime] for path in compiler],
         "driver": [machine.read("proc/sys/kernel/osrelease"), machine.read("proc/driver/nvidia/version")],
@@ -1006,14 +1107,18 @@ def main():
     parser.add_argument("--stop", action="store_true", help="only what would make a run fail, freeze or lie; a line each, exit code 3")
     parser.add_argument("--before-install", action="store_true", help="with --stop: without what needs torch")
     parser.add_argument("--probe", action="store_true", help="measure too: bandwidth, GEMM, attention")
+    parser.add_argument("--report", action="store_true", help="write report.md, to be pasted into an issue (minutes)")
     parser.add_argument("--json", action="store_true", help="everything as JSON")
     parser.add_argument("--list", action="store_true", help="every check, as in docs/doctor.md")
     parser.add_argument("--canary", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--layer", choices=LAYERS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that can't show a character
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended too
     if args.canary:
         return canary()
+    if args.layer:
+        return try_layer(args.layer)
     if args.list:
         return print(listing())
     told = os.environ.get("AUTORESEARCH_HARDWARE")
@@ -1027,20 +1132,37 @@ def main():
         except Exception as error:  # of doctor.py itself
             say(f"the checks before the run failed, and it goes on without them ({one_line(error)})")
             sys.exit(0)
+    if args.report:
+        import report
+
+        return report.main()
+    show(machine, args.probe, args.json)
+
+
+def look(machine):
+    """(the rows of every check, whether torch was asked to use the GPU)."""
     without = skipped(machine)
     asked = machine.hardware != "none" and not stopping(machine, without)  # what is known to crash the GPU is not tried
     if asked:
         machine.torch["canary"] = cached_canary(machine)
         if machine.torch["canary"]["stage"] in ("compile", "done"):
             machine.torch["sdpa"], machine.torch["sdpa_end"] = ask_torch(machine, [PROBE, "sdpa"], PROBE_SECONDS)
+            if machine.hardware in AMD.split():
+                machine.torch["miopen"] = ask_layers(machine)
     rows = diagnose(machine, without=without)
-    measured = measure(machine) if args.probe and asked and not any(row.level == "stop" for row in rows) else []
-    if args.json:
+    return rows, asked
+
+
+def show(machine, probe, as_json):
+    """Print what was seen, and measured with `probe`; ends the program with its exit code."""
+    rows, asked = look(machine)
+    measured = measure(machine) if probe and asked and not any(row.level == "stop" for row in rows) else []
+    if as_json:
         facts = {"title": title(machine), "hardware": machine.hardware, "torch": machine.torch, "python": sys.version}
         print(json.dumps(facts | {"rows": [asdict(row) for row in rows], "probe": measured}, indent=1))
     else:
         print(screen(machine, rows, min(118, shutil.get_terminal_size((118, 0)).columns)))
-        if args.probe:
+        if probe:
             print("\n".join(map(load_probe().words, measured)) or "Nothing was measured: there is no GPU, or it can't be used.")
     sys.exit(EXIT_ENVIRONMENT if any(row.level == "stop" for row in rows) else 0)
 

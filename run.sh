@@ -4,6 +4,7 @@
 #   ./run.sh                   one experiment
 #   ./run.sh --keep            the same; the trained model stays, as model.pt
 #   ./run.sh --doctor          what is wrong with this machine and how to mend it (doctor.py, which takes the arguments after it)
+#   ./run.sh --report          writes report.md, about this machine, to be pasted into an issue (minutes; it names nobody)
 #   ./run.sh --setup           sets up what is missing, and trains nothing
 #   ./run.sh --help            these lines, and where that is set up what train.py takes
 #
@@ -245,6 +246,7 @@ main() {
     source "$ROOT/env.sh" || exit
     case "${1:-}" in -h | --help) exec "$PYTHON" "$ROOT/train.py" --help ;; esac
     if [[ ${1:-} == --doctor ]]; then avoid_spaces && exec "$PYTHON" "$ROOT/doctor.py" "${@:2}"; fi
+    if [[ ${1:-} == --report ]]; then avoid_spaces && exec "$PYTHON" "$ROOT/doctor.py" "$@"; fi
     choose_torch
     is_ready || stop_checks --before-install
     install

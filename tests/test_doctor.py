@@ -27,6 +27,8 @@ probe = doctor.load_probe()
 GPU_8060S = {"name": "AMD Radeon Graphics", "gcnArchName": "gfx1151", "total_memory": 62 * GIB, "is_integrated": 1}
 GPU_H200 = {"name": "NVIDIA H200", "total_memory": 140 * GIB, "is_integrated": 0}
 CARD = "sys/class/drm/card1/device/"
+PACKAGES = dict.fromkeys(("amd-torch-device-gfx1151", "amd-torch-device-gfx115x"), "2.13.0+rocm10.0.0")
+PACKAGES |= {"triton": "3.8.0+git4cff872c.rocm10.0.0"}  # as AMD's index has them
 FLASH = {"what": "attention", "backend": "flash", "error": 3e-3, "right": True}
 DEFAULT = {"what": "attention", "backend": "default", "error": 3e-3, "right": True, "chosen": "FLASH_ATTENTION"}
 
@@ -72,9 +74,9 @@ def add_node(machine, number, target, **properties):
 def strix_halo(root):
     """A healthy one, with 128 GB: 96 GiB of GTT, the torch that run.sh installs."""
     torch = {"version": "2.13.0+rocm10.0.0", "hip": "7.16.1", "rocm": "10.0.0", "extras": ["device-gfx1151"], "aotriton": "0.12.1"}
-    torch |= {"packages": {"amd-torch-device-gfx1151": "2.13.0+rocm10.0.0", "triton": "3.7.1+rocm10.0.0"}, "site": "/venv"}
-    torch |= {"wants_triton": "triton==3.7.1+rocm10.0.0", "path": "/venv/torch"}
+    torch |= {"packages": PACKAGES, "site": "/venv", "wants_triton": f"triton=={PACKAGES['triton']}", "path": "/venv/torch"}
     torch |= {"canary": {"stage": "done", "devices": [GPU_8060S]}, "sdpa": [FLASH, DEFAULT]}
+    torch |= {"miopen": {"convolution": None, "batch norm": None}}
     machine = machine_of(root, "gfx1151", torch)
     machine.environ["TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"] = "1"
     write(machine, "dev/kfd")
@@ -87,6 +89,9 @@ def strix_halo(root):
         "mem_info_vram_total": str(GIB // 2),
         "fw_version/mes_fw_version": "0x00000085",
         "power_dpm_force_performance_level": "auto",
+        "hwmon/hwmon4/freq1_input": "600000000",
+        "hwmon/hwmon4/temp1_input": "41000",
+        "hwmon/hwmon4/power1_input": "12034000",
     }.items():
         write(machine, CARD + name, text)
     write(machine, "proc/cmdline", "ro quiet ttm.pages_limit=25165824")
@@ -211,6 +216,12 @@ def own_rocm(machine):
     machine.environ["ROCM_HOME"] = "/opt/rocm"
 
 
+def hot(machine):
+    """By what its driver calls critical."""
+    write(machine, CARD + "hwmon/hwmon4/temp1_input", "84000")
+    write(machine, CARD + "hwmon/hwmon4/temp1_crit", "88000")
+
+
 WRONG = FLASH | {"error": 0.4, "right": False}
 NO_FLASH = [{"what": "attention", "backend": "flash", "why": "RuntimeError: No available kernel"}, DEFAULT | {"chosen": "MATH"}]
 
@@ -239,8 +250,13 @@ FAULTS = [
     ("rocm_version", strix_halo, lambda m: torch_is(m, rocm="7.1"), "stop", "ROCm 7.1", "run.sh"),
     ("rocm_version", strix_halo, lambda m: torch_is(m, rocm="7.10.0a20251015"), "stop", "7.10.0a20251015", "run.sh"),
     ("rocm_version", strix_halo, lambda m: torch_is(m, rocm="7.14.0a20260609"), "stop", "7.14.0a20260609", "run.sh"),
+    ("rocm_version", strix_halo, lambda m: torch_is(m, rocm="7.15.0a20260801"), "note", "head_dim 512", "stable torch"),
+    ("rocm_version", strix_halo, lambda m: torch_is(m, version="2.14.0a0+rocm10.0.0"), "note", "head_dim 512", "stable torch"),
+    ("rocm_version", strix_halo, lambda m: torch_is(m, rocm="10.1.0a20261015"), "note", "zeros in those for Windows", "stable torch"),
     ("device_code", strix_halo, lambda m: torch_is(m, packages={"rocm": "10"}), "stop", "without code for gfx1151",
      r'"torch\[device-gfx1151\]==2.13.0\+rocm10.0.0"'),
+    ("device_code", strix_halo, lambda m: torch_is(m, packages={k: v for k, v in PACKAGES.items() if "115x" not in k}), "warn",
+     "without amd-torch-device-gfx115x: on gfx1151 flash attention will fail", r"whl-next/ amd-torch-device-gfx115x==2.13.0\+rocm10.0.0$"),
     ("nvidia_driver", h200, content("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Tue"), "stop",
      "570, and torch's CUDA 13 needs 580", "AUTORESEARCH_TORCH"),
     ("gpu", strix_halo, lambda m: canary_is(m, stage="see", error="no GPU"), "stop", "does not see the AMD GPU gfx1151", "dmesg"),
@@ -278,20 +294,28 @@ FAULTS = [
     ("library_path", strix_halo, not_ours, "warn", "/opt/rocm-6.4/lib", "export LD_LIBRARY_PATH=/usr/local/lib$"),
     ("rocm_home", strix_halo, setting("HIP_PATH", "/opt/rocm"), "warn", "HIP_PATH=/opt/rocm is not there", "unset HIP_PATH"),
     ("rocm_home", strix_halo, own_rocm, "warn", "torch brings its own", "export ROCM_HOME=.*/_rocm_sdk_core"),
-    ("triton", strix_halo, lambda m: torch_is(m, packages={"triton": "3.8.0"}), "warn", "triton 3.8.0, but.*3.7.1", "never install Triton"),
+    ("triton", strix_halo, lambda m: torch_is(m, packages={"triton": "3.7.1"}), "warn", r"triton 3.7.1, but.*3.8.0\+git4",
+     "never install Triton"),
+    ("triton", strix_halo, lambda m: torch_is(m, packages={"triton": "3.7.1"}, wants_triton=None), "warn", "3.7.1, but.*3.8.0$", "venv"),
     ("triton", strix_halo, lambda m: torch_is(m, packages={"triton": "3.7.1", "pytorch-triton-rocm": "3"}), "warn", "2 Tritons", "venv"),
     ("gtt", strix_halo, content(CARD + "mem_info_gtt_total", str(62 * GIB)), "note", "62.0 GiB of 125.0 GiB, the default",
      "pages_limit=24379392"),
     ("gtt", strix_halo, content(CARD + "mem_info_gtt_total", str(128 * GIB)), "warn", "nothing is left for the host", "pages"),
     ("gtt", strix_halo, content(CARD + "mem_info_vram_total", str(64 * GIB)), "note", "64.0 GiB are set aside", "0.5 GB"),
     ("gtt", strix_halo, content("proc/cmdline", "quiet amdgpu.gttsize=131072"), "warn", "amdgpu.gttsize", "remove it"),
-    ("kernel", strix_halo, content("proc/sys/kernel/osrelease", "6.17.0-1017-oem"), "warn", "6.17.0-1017-oem", "6.18.4"),
+    ("kernel", strix_halo, content("proc/sys/kernel/osrelease", "6.17.0-1017-oem"), "warn",
+     "6.17.0-1017-oem .AMD's matrix for Ubuntu 24.04 names 6.17, TheRock's FAQ 6.18.4", "6.18.4"),
     ("kernel", strix_halo, content("proc/sys/kernel/osrelease", "6.18.3-arch1-1"), "warn", "6.18.3", "6.17.0-1018"),
     ("firmware", strix_halo, content(CARD + "fw_version/mes_fw_version", "0x00000083"), "warn", "MES 0x83", "20251111"),
     ("firmware", strix_halo, debugfs_83, "warn", "MES 0x83", "linux-firmware"),
     ("firmware", strix_halo, old_kernel_80, "warn", "MES 0x80", "cwsr_enable=0"),
     ("firmware", strix_halo, content(CARD + "fw_version/mes_fw_version", "0x00000086"), "note", "MES 0x86", "no mend"),
-    ("gpu_faults", strix_halo, answers(journalctl=(0, RESET, "")), "warn", "2 faults.*GPU reset begin", "reboot"),
+    ("gpu_faults", strix_halo, answers(journalctl=(0, RESET, "")), "warn", "2 faults.*GPU reset begin", "reboot.*lockup_timeout=20000"),
+    ("tunable_op", strix_halo, setting("PYTORCH_TUNABLEOP_ENABLED", "1"), "note", "PYTORCH_TUNABLEOP_ENABLED=1", "^unset"),
+    ("miopen", strix_halo, lambda m: torch_is(m, miopen={"convolution": None, "batch norm": "crashed (exit code 134)"}), "note",
+     "^a batch norm fails .crashed .exit code 134.", "program.md"),
+    ("heat", strix_halo, content(CARD + "hwmon/hwmon4/temp1_input", "96000"), "warn", "96 °C, 600 MHz, 12 W before.*100 °C", "cool"),
+    ("heat", strix_halo, hot, "warn", "84 °C.* 88 °C are critical", "2,400 MHz"),
     ("gpu_faults", radeon, answers(dmesg=(0, RESET, "")), "warn", "2 faults", "reboot"),
     ("suspend", strix_halo, answers(systemd_inhibit=(1, "", REFUSED)), "warn", "Access denied", "systemctl mask sleep.target"),
     ("power", strix_halo, content("sys/firmware/acpi/platform_profile", "low-power"), "warn", "low-power", "powerprofilesctl set balanced"),
@@ -327,7 +351,12 @@ def test_every_check_fires_somewhere():
 
 @pytest.mark.parametrize(
     "make, silent",
-    [(strix_halo, {"wsl"}), (radeon, {"device_code", "memory_cap", "power", "wsl"}), (h200, {"memory_cap", "wsl"}), (cpu, {"gpu", "wsl"})],
+    [
+        (strix_halo, {"wsl"}),
+        (radeon, {"device_code", "heat", "memory_cap", "miopen", "power", "wsl"}),
+        (h200, {"memory_cap", "wsl"}),
+        (cpu, {"gpu", "wsl"}),
+    ],
 )
 def test_healthy_machine_has_no_fault(tmp_path, make, silent):
     """And each check says what it saw, but those that have nothing to look at there."""
@@ -354,6 +383,14 @@ def test_what_mends_a_check_silences_it(tmp_path):
     assert row_of("triton", machine).level == "fine"
     torch_is(machine, packages={"triton": "3.7.1+git1"})  # a local version is the same release
     assert row_of("triton", machine).level == "fine"
+    torch_is(machine, packages=PACKAGES, wants_triton=None)  # its files do not say which, and we know
+    assert row_of("triton", machine).level == "fine"
+    torch_is(machine, packages={"amd-torch-device-gfx1151": "2.12.0+rocm7.13"}, rocm="7.13")  # before the family had a wheel
+    assert row_of("device_code", machine).seen == "for gfx1151"
+    machine.environ["PYTORCH_TUNABLEOP_ENABLED"] = "0"
+    answers(journalctl=(0, RESET, ""))(machine)
+    write(machine, "proc/cmdline", "quiet amdgpu.lockup_timeout=20000")
+    assert row_of("tunable_op", machine).level == "fine" and "lockup_timeout" not in row_of("gpu_faults", machine).mend
     second_gpu(120001)(machine)
     machine.environ["HIP_VISIBLE_DEVICES"] = "0"
     answers(systemd_inhibit=(1, "", REFUSED))(machine)
@@ -494,6 +531,81 @@ def test_damaged_memory_of_the_canary_is_forgotten(tmp_path):
         (tmp_path / "doctor.json").write_text(text)
         assert doctor.cached_canary(machine)["stage"] == "done"
     assert len(machine.run.calls) == 4
+
+
+# ---- MIOpen ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_each_layer_is_tried_in_a_process_of_its_own(tmp_path):
+    """So that one which crashes or leaves the GPU broken says nothing of the other; and only where MIOpen is."""
+    machine, layers = strix_halo(tmp_path), {"convolution": (-6, "", ""), "batch norm": (0, '{"why": "RuntimeError: miopenStatus"}', "")}
+    del machine.torch["miopen"]
+    assert row_of("miopen", machine) is None  # nothing was asked yet
+    calls = []
+
+    def run(command, timeout=5, environ=None):
+        calls.append(command)
+        return layers.get(command[-1], (0, '{"stage": "done", "devices": []}', ""))
+
+    machine.run = run
+    doctor.look(machine)
+    assert (
+        [command[-2:] for command in calls if "--layer" in command]
+        == [["--layer", name] for name in layers]
+        == [["--layer", name] for name in doctor.LAYERS]
+    )
+    seen = "a convolution fails (crashed (exit code 134)); a batch norm fails (RuntimeError: miopenStatus)"
+    assert row_of("miopen", machine).seen == seen and row_of("miopen", machine).level == "note"
+    for make in (h200, cpu):
+        machine, before = make(tmp_path / make.__name__), len(calls)
+        machine.run = run
+        doctor.look(machine)
+        assert not any("--layer" in command for command in calls[before:])
+
+
+@pytest.mark.gpu
+def test_layers_on_this_gpu():
+    """Right numbers, or why not: on some ROCm they fail, which is that machine's fault."""
+    import torch
+
+    for name in doctor.LAYERS:
+        done = subprocess.run([sys.executable, PROJECT / "doctor.py", "--layer", name], capture_output=True, text=True)
+        assert torch.version.hip or json.loads(done.stdout) == {"why": None}
+
+
+def test_layer_that_gives_wrong_numbers(monkeypatch, capsys):
+    """On the CPU, in the place of a GPU."""
+    import torch
+
+    for kind in (torch.Tensor, torch.nn.Module):
+        monkeypatch.setattr(kind, "to", lambda self, device: self)
+    for name in doctor.LAYERS:
+        doctor.try_layer(name)
+    devices = iter(["cpu", "cuda"])
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: self if next(devices) == "cpu" else self + 1)
+    doctor.try_layer("convolution")
+    monkeypatch.setattr(torch.nn, "BatchNorm1d", lambda *sizes: boom(None))
+    doctor.try_layer("batch norm")
+    assert [json.loads(line)["why"] for line in capsys.readouterr().out.splitlines()] == [
+        None,
+        None,
+        "wrong numbers",
+        "RuntimeError: a bug",
+    ]
+
+
+def test_convolution_of_program_md():
+    """What it says to write instead is a causal depthwise convolution."""
+    import torch
+    import torch.nn.functional as F
+
+    (code,) = re.findall(r"```python\n(.*?)```", (PROJECT / "program.md").read_text(), re.S)
+    names = {"F": F}
+    exec(code, names)
+    x, w = torch.randn(2, 9, 5), torch.randn(4, 5)
+    right = F.conv1d(F.pad(x.mT, (3, 0)), w.flip(0).T[:, None], groups=5).mT  # conv1d's last weight is the latest value's
+    torch.testing.assert_close(names["causal_conv"](x, w), right)
+    assert names["causal_conv"](x.bfloat16(), w).dtype == torch.bfloat16
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------------------
