@@ -27,7 +27,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 PATH = os.path.join(HERE, "report.md")
 TEN_STEPS = os.path.join(HERE, "benchmarks", "ten_steps.py")
 STEPS_SECONDS = 900  # start-up compiles and chooses, in minutes at the first time
-LONGEST = 300  # characters of a line
+MOST, LONGEST = 200, 500  # lines of the report, characters of a line
 
 # ---------------------------------------------------------------------------
 # Parts: each takes the machine and what earlier parts have found, and returns its lines
@@ -37,6 +37,9 @@ LONGEST = 300  # characters of a line
 def doctor_says(machine, found):
     rows, _ = doctor.look(machine)
     found["stops"] = [row.check for row in rows if row.level == "stop"]
+    names = names_of(machine)
+    for row in rows:  # before their lines are broken, where a folder would be in two of them
+        row.seen, row.mend = anonymous(row.seen, names), anonymous(row.mend, names)
     return fenced(doctor.screen(machine, rows, 110).splitlines(), 60)
 
 
@@ -196,6 +199,7 @@ def steps_table(facts, hardware):
 
 
 def fenced(lines, most):
+    """The lines, at most so many, as they are."""
     return ["```", *cut([line.replace("```", "'''") for line in lines], most), "```"]
 
 
@@ -205,6 +209,10 @@ def cut(lines, most):
     if len(lines) <= most:
         return lines
     return [*lines[: most // 2], f"… {len(lines) - most + 1} lines left out …", *lines[len(lines) - (most - most // 2 - 1) :]]
+
+
+# What is called so is nobody's name, and words of the report.
+ORDINARY = {None, "", "root", "user", "admin", "localhost", "linux", "ubuntu", "debian", "fedora", "archlinux", "amd", "gpu", "torch"}
 
 
 def names_of(machine):
@@ -218,11 +226,10 @@ def names_of(machine):
     folders |= {os.path.realpath(folder): short for folder, short in folders.items() if folder.startswith("/")}
     hosts = {socket.gethostname(), platform.node(), *(machine.read(name) or "" for name in ("proc/sys/kernel/hostname", "etc/hostname"))}
     hosts |= {host.partition(".")[0] for host in hosts}
-    ordinary = {"", None, "root", "localhost", "/", "~"}
     return (
-        {folder.rstrip("/"): folders[folder] for folder in sorted(folders, key=len, reverse=True) if folder not in ordinary},
-        sorted(people - ordinary, key=len, reverse=True),
-        sorted(hosts - ordinary, key=len, reverse=True),
+        {folder.rstrip("/"): folders[folder] for folder in sorted(folders, key=len, reverse=True) if folder not in ("/", "~")},
+        sorted(people - ORDINARY, key=len, reverse=True),
+        sorted(hosts - ORDINARY, key=len, reverse=True),
     )
 
 
@@ -245,10 +252,8 @@ def anonymous(text, names, addresses=True):
     text = re.sub(r"/root(?![\w-])", "~", text)
     for pattern, word in ADDRESSES if addresses else ():
         text = re.sub(pattern, word, text)
-    for name in people:
-        text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", "USER", text)
-    for name in hosts:
-        text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", "", text)
+    for name, word in (*((name, "USER") for name in people), *((name, "") for name in hosts)):
+        text = re.sub(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", word, text)
     return text
 
 
@@ -257,7 +262,8 @@ def document(machine, sections):
     names, parts = names_of(machine), [f"# autoresearch for Strix Halo: a report of {datetime.date.today()}"]
     for title, lines in sections.items():
         # A version can look like an address: this part is made of files and names that hold none.
-        parts += ["", f"## {title}", "", anonymous("\n".join(lines), names, addresses=title != "Versions")]
+        text = anonymous("\n".join(lines), names, addresses=title != "Versions")
+        parts += ["", f"## {title}", "", *cut(text.split("\n"), MOST)]
     return "\n".join(parts) + "\n"
 
 

@@ -103,7 +103,7 @@ def test_report_names_nobody(halo):
         "USER": "jane",
         "LD_LIBRARY_PATH": f"{home}/rocm/lib",
         "HF_TOKEN": "hf_abc",
-        "AUTORESEARCH_CACHE": f"{home}/c",
+        "AUTORESEARCH_CACHE": "/data/jane_x/c",
     }
     halo.environ |= {"AUTORESEARCH_TORCH_INDEX": "https://10.1.2.3/simple", "MIOPEN_TOKEN": "abcdefgh", "AUTORESEARCH_HARDWARE": "gfx1151"}
     halo.access = lambda path, mode: "kfd" not in path  # whose mend names the user
@@ -119,7 +119,20 @@ def test_report_names_nobody(halo):
     assert "`AUTORESEARCH_TORCH_INDEX is set`" in text and "`MIOPEN_TOKEN is set`" in text and "HF_TOKEN" not in text
     assert "(address) at , ~/x.py, ./train.py (address) (address) (address) (id)" in text and public in text
     assert "RuntimeError: ~/venv/bin/python" in text
-    for word in (r"\bjane\b", "strix.lan", "janes-strix", "/home", r"192\.168", r"10\.1\.2", "hf_abc", "abcdefgh", disk, str(PROJECT)):
+    assert "AUTORESEARCH_CACHE=/data/USER_x/c" in text
+    for word in (
+        r"\bjane\b",
+        "jane_",
+        "strix.lan",
+        "janes-strix",
+        "/home",
+        r"192\.168",
+        r"10\.1\.2",
+        "hf_abc",
+        "abcdefgh",
+        disk,
+        str(PROJECT),
+    ):
         assert not re.search(word, stops + text), word
 
 

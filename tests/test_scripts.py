@@ -23,7 +23,7 @@ import pytest
 from conftest import called_once, made_once
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ["run.sh", "test.sh", "env.sh", "doctor.py", "telemetry.py", "pyproject.toml"]
+SCRIPTS = ["run.sh", "test.sh", "env.sh", "doctor.py", "report.py", "telemetry.py", "pyproject.toml"]
 NOWHERE = "http://127.0.0.1:9"  # nothing listens there
 
 PREPARE = """
@@ -364,7 +364,10 @@ def test_help_says_first_what_run_sh_is(ready, env):
         first, rest = result.stdout.split("\n\ntrain ")
         assert rest.startswith("['--help'] ") and result.returncode == 0, result.stderr
         assert first.startswith("One experiment: sets up what is missing") and "\n#" not in first and "set -e" not in first
-        assert all(f"\n  ./run.sh {name} " in first for name in ("--keep", "--doctor", "--setup", "--help")) and "\nExit codes: " in first
+        assert (
+            all(f"\n  ./run.sh {name} " in first for name in ("--keep", "--doctor", "--report", "--setup", "--help"))
+            and "\nExit codes: " in first
+        )
     assert "One experiment" not in run(ready, env, "--keep", "--help").stdout
 
 
@@ -407,6 +410,16 @@ def test_doctor_before_anything_is_installed(project, env):
     assert result.returncode == 3 and "STOP    torch_build: torch is not installed" in result.stdout, result.stderr
     assert run(project, env, "--doctor", "--list").stdout.startswith("| check |")
     assert not (site(project) / "torch").exists() and not (project / "data").exists()
+
+
+def test_report_before_anything_is_installed(project, env):
+    """It says what is missing: it can be what an issue is about."""
+    result = run(project, env, "--report")
+    assert (result.returncode, result.stdout) == (0, f"{project}/report.md\n"), result.stderr
+    text = (project / "report.md").read_text()
+    assert "STOP    torch_build: torch is not installed in" in text and "| torch | not installed |" in text
+    assert str(project) not in text and project.name not in text
+    assert text.count("Not run: what stops a run stops this too (torch_build).") == 2
 
 
 # ---- signals ----------------------------------------------------------------------------------------------------------------
