@@ -554,7 +554,7 @@ def gpu_faults(machine):
         if lines:
             mend = ""
             if re.search("timeout|GPU reset", " ".join(lines)) and "amdgpu.lockup_timeout" not in (machine.read("proc/cmdline") or ""):
-                mend = "sudo reboot before a night; where resets come back, amdgpu.lockup_timeout=20000 on the kernel's command line helps"
+                mend = "sudo reboot before a night; amdgpu.lockup_timeout=20000 (kernel command line) is reported to help"
             return Fault(f"{len(lines)} faults since boot, the last: {lines[-1].split('amdgpu', 1)[-1].lstrip(': ')[:90]}", mend)
         if code == 0 and out:
             return "none since boot"
