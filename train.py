@@ -195,7 +195,7 @@ class GPT(nn.Module):
         )
         self.register_buffer("cos", torch.empty(0), persistent=False)  # made by init_weights, on the model's device
         self.register_buffer("sin", torch.empty(0), persistent=False)
-        self.attend = {}  # window → what computes attention over it: choose_backends
+        self.attend = {}  # window → what computes attention over it: choose_backends, at the latest with the first batch
 
     @staticmethod
     def _window_sizes(config):
@@ -292,7 +292,9 @@ class GPT(nn.Module):
             if count != 1:
                 have = f"{name} {tuple(p.shape)} is in {count} groups of setup_optimizer and must be in one"
                 fail(f"{have}: Muon's have all matrices of the blocks (`matrices`), AdamW's the rest")
-        optimizer = MuonAdamW(groups, compiled=self.lm_head.weight.is_cuda)
+        on_gpu = self.lm_head.weight.is_cuda
+        # In bfloat16 as upstream on a GPU; on a CPU in float32 as everything else: one without bfloat16 units takes 7 times as long for it.
+        optimizer = MuonAdamW(groups, compiled=on_gpu, dtype=torch.bfloat16 if on_gpu else torch.float32)
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         return optimizer
@@ -308,6 +310,8 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, reduction="mean"):
         """Logits (B, T, vocab_size) float32 of the tokens idx (B, T); with targets (B, T) their cross entropy instead, -1 left out."""
+        if not self.attend:
+            self.choose_backends(idx.size(0))
         T = idx.size(1)
         cos, sin = self.cos[:, :T], self.sin[:, :T]
         x, update = self.embed(idx), None
@@ -345,12 +349,15 @@ def adamw_step(p, grad, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps, weight
     p.sub_(lr / bias1 * (exp_avg / ((exp_avg_sq / bias2).sqrt() + eps)))
 
 
-def muon_step(params, grads, momentum_buffer, second_momentum_buffer, momentum, lr, weight_decay, beta2, ns_steps, red_dim):
-    """One step for all matrices of a shape, stacked: params and grads (n, rows, cols). Writes into all but `grads`."""
+def muon_step(params, grads, momentum_buffer, second_momentum_buffer, momentum, lr, weight_decay, beta2, ns_steps, red_dim, dtype):
+    """One step for all matrices of a shape, stacked: params and grads (n, rows, cols). Writes into all but `grads`.
+
+    dtype: of the products, and of all that follows them.
+    """
     momentum_buffer.lerp_(grads, (1 - momentum).to(momentum_buffer.dtype))
     g = grads.lerp(momentum_buffer, momentum.to(grads.dtype))  # Nesterov
     # Orthogonalize by Newton-Schulz iterations, from the side where the product is smaller
-    x = g.bfloat16()
+    x = g.to(dtype)
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
     for a, b, c in POLAR_EXPRESS[:ns_steps]:
         if x.size(-2) > x.size(-1):
@@ -374,8 +381,9 @@ def muon_step(params, grads, momentum_buffer, second_momentum_buffer, momentum, 
 class MuonAdamW(torch.optim.Optimizer):
     """Groups of `kind` "adamw" (lr, betas, eps, weight_decay) and "muon" (matrices of one shape; momentum, ns_steps, beta2 and so on)."""
 
-    def __init__(self, param_groups, compiled):
+    def __init__(self, param_groups, compiled, dtype):
         super().__init__(param_groups, defaults={})
+        self._dtype = dtype  # of Muon's products
         names = ("step", "lr", "beta1", "beta2", "eps", "weight_decay", "momentum")
         self._scalars = {name: torch.zeros((), dtype=torch.float32) for name in names}
         self._adamw_step, self._muon_step = adamw_step, muon_step
@@ -431,6 +439,7 @@ class MuonAdamW(torch.optim.Optimizer):
             **scalars,
             ns_steps=group["ns_steps"],
             red_dim=red_dim,
+            dtype=self._dtype,
         )
         torch._foreach_copy_(params, list(stacked.unbind(0)))
 

@@ -22,8 +22,9 @@ where the compiler contracts the multiplication by the scale and the subtraction
 first block (a window's edge). Two finite sentinels would leave a difference of rounding errors there, and exp2 of that is inf.
 
 Where scores are known to be small no maximum is needed (`bounded`, FIXED_PEAK: it stays 0). With |S| ≤ 60, exp S lies within 1e±26,
-which leaves float32 room for the sum over any number of keys, and for any v between 1e-11 and 1e11 of size. For bfloat16 operands the
-weights are narrowed before they are summed, so that what is summed is what is multiplied: a query that has weight for one key alone
+which leaves float32 room for the sum over any number of keys, and for any v between 1e-11 and 1e11 of size. For bfloat16 operands alone:
+eˢ overflows float16 at 11, and in float32 rounding S · log2 e near 86 would cost a weight 40 ulp. The weights are narrowed to bfloat16
+before they are summed, as they are for the product with V: a query that has weight for one key alone
 gets exactly its value, and its dq no noise (with a maximum that weight is 1 and needs no rounding). Blocks without a mask truncate
 instead of rounding, an addition less for each element; the exponent is larger there by what truncation takes in the mean, so
 that nothing is biased (rms error of a weight: 0.175 %, rounded 0.166 %).
@@ -171,12 +172,9 @@ def _attend(acc, peak, total, Q, k, v, start, m0, k_t, v_t, n_keys, window, scal
         query = tl.arange(0, BLOCK_M)
         key = (start - m0) + tl.arange(0, BLOCK_N)
         S = tl.where(_sees(query[:, None], key[None, :], n_keys - m0, window, CAUSAL, WINDOWED, FAST_BF16), S, float("-inf"))
-    if FIXED_PEAK:
-        if K.dtype == tl.bfloat16:  # what is summed is what is multiplied: rounded, or truncated with half an ulp added before
-            P = tl.exp2(S * scale if MASKED else S * scale + HALF_ULP)
-            P = ((P.to(tl.uint32, bitcast=True) + (0x8000 if MASKED else 0)) & 0xFFFF0000).to(tl.float32, bitcast=True)
-        else:
-            P = tl.exp2(S * scale)
+    if FIXED_PEAK:  # the sum is of the narrowed weights, as the product: rounded, or truncated with half an ulp added before
+        P = tl.exp2(S * scale if MASKED else S * scale + HALF_ULP)
+        P = ((P.to(tl.uint32, bitcast=True) + (0x8000 if MASKED else 0)) & 0xFFFF0000).to(tl.float32, bitcast=True)
     else:
         new_peak = tl.maximum(peak, tl.max(S, 1) * scale)
         P = tl.exp2(S * scale - new_peak[:, None])
@@ -593,7 +591,7 @@ def flash_attention(q, k, v, causal=True, window=None, scale=None, bounded=False
     `causal`: query i sees keys j ≤ i. `window`: only keys i - window ≤ j ≤ i. Without causal, k and v may have a length of
     their own. `scale` is 1/√head_dim if None. n_head is a multiple of n_kv_head: query head h reads KV head h // (n_head // n_kv_head).
     `bounded`: your word that no score leaves ±60, as those of normed q and k never do (|q·k| / √head_dim ≤ √head_dim): then no running
-    maximum is kept, which is faster. Not far beyond ±60 results are not finite or zero. Has no effect in float16, where eˢ overflows at 11.
+    maximum is kept, which is faster. Not far beyond ±60 results are not finite or zero. Has an effect in bfloat16 alone.
     float32, float16 or bfloat16 (under autocast all are cast to its dtype); head_dim a multiple of 8 from 16 to 256.
     Any strides, also a packed qkv's views, as long as head_dim is contiguous; otherwise that tensor is copied.
     Differentiable once in q, k and v. `ValueError` for anything else.
@@ -603,7 +601,7 @@ def flash_attention(q, k, v, causal=True, window=None, scale=None, bounded=False
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     scale = _check(q, k, v, causal, window, scale)
-    bounded = bounded and q.dtype != torch.float16
+    bounded = bounded and q.dtype == torch.bfloat16
     return _flash_attention(q, k, v, causal, -1 if window is None else window, scale, bounded)[0]
 
 

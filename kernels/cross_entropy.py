@@ -44,7 +44,7 @@ def _row_block(vocab, backend=BACKEND):
     """
     block = triton.next_power_of_2(vocab)
     if block > ONE_BLOCK:
-        return SWEEP, SWEEP // 256
+        return SWEEP, max(SWEEP // 256, 1)
     return block, min(max(block // (512 if backend == "hip" else 1024), 1), 32)
 
 
@@ -66,22 +66,24 @@ def _softcap(x, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
     Losses are differences of these, so float32 logits need the first; half-precision ones are known to 2^-9 or 2^-12 of themselves.
     """
     if SOFTCAP == 0.0:
-        return x
-    # tanh(|u|) = (1 - e) / (1 + e) with e = exp(-2|u|), which cannot overflow. The reciprocal is rsqrt squared and one Newton step,
-    # because a division is a dozen instructions on RDNA3.
-    a = tl.abs(x)
-    e = tl.exp2(a * (-2.0 * LOG2E / SOFTCAP))
-    r = tl.rsqrt(1.0 + e)
-    r = r * r
-    r = r + r * (1.0 - (1.0 + e) * r)
-    s = (SOFTCAP - SOFTCAP * e) * r
-    if EXACT:
-        # |u| < 0.7, where that cancels: tanh(u) = u + u³ p(u²), p fitted for the smallest largest relative error (1.4e-8).
-        u = x * (1.0 / SOFTCAP)
-        z = u * u
-        p = -3.3333197e-1 + z * (1.3329244e-1 + z * (-5.3566977e-2 + z * (2.0111630e-2 + z * -5.1550893e-3)))
-        s = tl.where(a < 0.7 * SOFTCAP, a + (a * z) * p, s)
-    return tl.where(x < 0.0, -s, s)  # NaN stays NaN
+        s = x
+    else:  # and not a return before it: what follows would still be compiled, and divide by zero
+        # tanh(|u|) = (1 - e) / (1 + e) with e = exp(-2|u|), which cannot overflow. The reciprocal is rsqrt squared and one Newton step,
+        # because a division is a dozen instructions on RDNA3.
+        a = tl.abs(x)
+        e = tl.exp2(a * (-2.0 * LOG2E / SOFTCAP))
+        r = tl.rsqrt(1.0 + e)
+        r = r * r
+        r = r + r * (1.0 - (1.0 + e) * r)
+        s = (SOFTCAP - SOFTCAP * e) * r
+        if EXACT:
+            # |u| < 0.7, where that cancels: tanh(u) = u + u³ p(u²), p fitted for the smallest largest relative error (1.4e-8).
+            u = x * (1.0 / SOFTCAP)
+            z = u * u
+            p = -3.3333197e-1 + z * (1.3329244e-1 + z * (-5.3566977e-2 + z * (2.0111630e-2 + z * -5.1550893e-3)))
+            s = tl.where(a < 0.7 * SOFTCAP, a + (a * z) * p, s)
+        s = tl.where(x < 0.0, -s, s)  # NaN stays NaN
+    return s
 
 
 @triton.jit
@@ -100,7 +102,8 @@ def _load_capped(logits, cols, vocab, SOFTCAP: tl.constexpr, MASKED: tl.constexp
     if MASKED:
         s = _softcap(tl.load(logits + cols, mask=cols < vocab, other=0.0).to(tl.float32), SOFTCAP, EXACT)
         return tl.where(cols < vocab, s, float("-inf"))
-    return _softcap(tl.load(logits + cols).to(tl.float32), SOFTCAP, EXACT)
+    else:
+        return _softcap(tl.load(logits + cols).to(tl.float32), SOFTCAP, EXACT)
 
 
 @triton.jit

@@ -41,8 +41,9 @@ def _activated(acc, aux, scale, row, col, SLOPE: tl.constexpr):
     acc *= scale
     if SLOPE:
         return acc * (2.0 * tl.sqrt(aux.load([row, col]).to(tl.float32)))
-    r = tl.where(acc < 0.0, 0.0, acc)  # keeps NaN
-    return r * r
+    else:
+        r = tl.where(acc < 0.0, 0.0, acc)  # keeps NaN
+        return r * r
 
 
 @triton.jit(do_not_specialize=["M", "n_programs"])

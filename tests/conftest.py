@@ -29,6 +29,7 @@ sys.path[:0] = [str(PROJECT), str(Path(__file__).parent)]
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from specializations import Launches, compile_all  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton.jit decorates, so before any kernel is imported
@@ -50,9 +51,42 @@ def _round_to_bfloat16_like_a_gpu():
     interpreter._convert_float = convert
 
 
+LAUNCHES = {}  # what the interpreter launched, of this process and, where there are several, of those that the tests ran in
+
+
+def pytest_addoption(parser):
+    parser.addoption("--compile-all", action="store_true", help="all specializations of kernels to machine code, not a choice: minutes")
+
+
 def pytest_configure(config):
     if os.environ.get("TRITON_INTERPRET") == "1":
         _round_to_bfloat16_like_a_gpu()
+        config.launches = Launches()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    LAUNCHES.update(getattr(node, "workeroutput", {}).get("launches", {}))
+
+
+def pytest_sessionfinish(session):
+    """What only the interpreter ran is compiled: tests/specializations.py."""
+    config = session.config
+    LAUNCHES.update(config.launches.seen if hasattr(config, "launches") else {})
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["launches"] = LAUNCHES
+    elif LAUNCHES:
+        config.compiled, config.uncompiled = compile_all(LAUNCHES, config.getoption("--compile-all"))
+        if config.uncompiled:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if hasattr(config, "compiled"):
+        terminalreporter.section("compiled for gfx1151 and sm_90, beside the interpreter")
+        terminalreporter.line(config.compiled)
+        for line in config.uncompiled:
+            terminalreporter.line(f"FAILED {line}", red=True)
 
 
 @pytest.hookimpl(optionalhook=True)

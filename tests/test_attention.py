@@ -36,7 +36,10 @@ def run(function, inputs, do, **options):
 
 
 def check(inputs, do, results=None, **options):
-    """Outputs within 2, gradients within 3 times the error of the same mathematics run by torch in the inputs' own dtype."""
+    """Outputs within 2, gradients within 3 times the error of the same mathematics run by torch in the inputs' own dtype.
+
+    Behind each element stand two sums in a row: over head_dim, a score's, and over the keys or queries.
+    """
     ours = run(flash_attention, inputs, do, **options) if results is None else results
     low = run(flash_attention_ref, inputs, do, **options)
     exact = run(flash_attention_ref, [x.double() for x in inputs], do.double(), **options)
@@ -45,7 +48,8 @@ def check(inputs, do, results=None, **options):
         if not c.any():  # a query that sees one key: P = 1 whatever q and k are, and what is left is P · (dP - delta), float32 rounding
             assert a.abs().max() < 1e-5, f"{name} {options}: {a.abs().max()}, expected 0"
             continue
-        assert_close_to_reference(a, b, c, factor, f"{name} {tuple(inputs[0].shape)} {options}")
+        additions = inputs[0].shape[3] + max(inputs[0].shape[1], inputs[1].shape[1])
+        assert_close_to_reference(a, b, c, factor, f"{name} {tuple(inputs[0].shape)} {options}", additions)
     return ours
 
 
@@ -155,9 +159,8 @@ def normed(inputs, size):
         (torch.bfloat16, 77, 4, 2, 128, True, 20, 11.3),
         (torch.bfloat16, 130, 1, 1, 96, True, 16, 30),
         (torch.bfloat16, 40, 1, 1, 256, True, None, 16),
-        (torch.float32, 50, 2, 2, 32, False, None, 5.7),
-        (torch.float32, 50, 2, 1, 24, True, 20, 30),
-        (torch.float16, 70, 2, 2, 32, False, None, 30),
+        (torch.bfloat16, 50, 2, 2, 32, False, None, 5.7),
+        (torch.bfloat16, 50, 2, 1, 24, True, 20, 30),
     ],
     ids=str,
 )
@@ -167,27 +170,16 @@ def test_bounded_matches_reference(dtype, T, n_head, n_kv_head, head_dim, causal
     check(inputs, do, run(bounded, inputs, do, **options), **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sign", [1, -1, 0])
-def test_scores_at_the_bound(sign, dtype, device):
+def test_scores_at_the_bound(sign, device):
     """All scores at 60, all at -60, and both in turns: as accurate as with a maximum."""
-    (q, k, v), do = make(1, 80, 1, 1, 32, dtype, device)
+    (q, k, v), do = make(1, 80, 1, 1, 32, torch.bfloat16, device)
     signs = sign or (torch.arange(80, device=device) % 2 * 2 - 1)[None, :, None, None]
     inputs = normed((1 + q / 50, (1 + k / 50) * signs, v), 59.9)
     scores = torch.einsum("bqhd,bkhd->bhqk", inputs[0].double(), inputs[1].double()) / 32**0.5
     assert scores.abs().min() > 59 and scores.abs().max() < 60.5 and bool((scores > 0).any()) == (sign >= 0)
     for options in (dict(causal=False), dict(window=20)):
         check(inputs, do, run(bounded, inputs, do, **options), **options)
-
-
-def test_bounded_lse_and_gradients_are_those_of_the_running_maximum(device):
-    inputs, do = make(1, 50, 2, 1, 64, torch.float32, device)
-    inputs = normed(inputs, 20)
-    (o, lse), (o2, lse2) = (attention._flash_attention(*inputs, True, 30, 0.125, fixed) for fixed in (True, False))
-    torch.testing.assert_close(lse, lse2, rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close(o, o2, rtol=1e-5, atol=1e-6)
-    for a, b in zip(run(bounded, inputs, do, window=30), run(flash_attention, inputs, do, window=30)):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_beyond_the_bound(device):
@@ -204,15 +196,18 @@ def test_beyond_the_bound(device):
         torch.testing.assert_close(plain, flash_attention_ref(q.float(), k.float(), v.float()).bfloat16(), rtol=0.02, atol=0.02)
 
 
-def test_bounded_has_no_effect_in_float16(device):
-    """e^11.1 is float16's largest number, and normed heads of 128 have scores up to 11.3: there the maximum stays, also by autocast."""
-    (q, k, v), do = make(1, 60, 1, 1, 128, torch.float16, device)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_bounded_has_an_effect_in_bfloat16_alone(dtype, device):
+    """e^11.1 is float16's largest number, and normed heads of 128 have scores up to 11.3; in float32 the maximum costs little and saves
+    digits. So it stays there, also by autocast."""
+    (q, k, v), do = make(1, 60, 1, 1, 128, dtype, device)
     q, k, v = normed((q, q, v), 50)
     assert all(map(torch.equal, run(bounded, (q, k, v), do), run(flash_attention, (q, k, v), do)))
-    with torch.autocast(device, torch.float16):
-        assert torch.equal(bounded(q.float(), k.float(), v.float()), flash_attention(q, k, v))
+    if dtype == torch.float16:
+        with torch.autocast(device, torch.float16):
+            assert torch.equal(bounded(q.float(), k.float(), v.float()), flash_attention(q, k, v))
     q, k, v = (x.bfloat16() for x in normed((q, q, v), 5))
-    assert not torch.equal(bounded(q, k, v), flash_attention(q, k, v))  # there it has
+    assert not torch.equal(bounded(q, k, v), flash_attention(q, k, v))
 
 
 def test_bounded_of_a_single_key(device):
@@ -284,19 +279,20 @@ def test_incoming_gradients_of_any_stride(device):
     (q, k, v), do = make(2, 17, 2, 2, 32, torch.float32, device)
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
-    def grads(function, loss):
-        return torch.autograd.grad(loss(function(*leaves)), leaves)
+    def grads(function, loss, inputs=leaves):
+        return torch.autograd.grad(loss(function(*inputs)), inputs)
 
     weight = torch.randn(2, 32, 2, 17, device=device)
-    for loss in (
+    for n, loss in enumerate((
         lambda o: o.sum(),
         lambda o: torch.cat([o, o], 3).square().sum(),
         lambda o: (o.transpose(1, 3) * weight).sum(),
         lambda o: o[:, :, :1].mean(),
         lambda o: (o.permute(2, 0, 1, 3).flatten() ** 2).sum(),
-    ):
-        for ours, expected in zip(grads(flash_attention, loss), grads(flash_attention_ref, loss)):
-            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    )):  # fmt: skip
+        exact = grads(flash_attention_ref, loss, [x.detach().double().requires_grad_() for x in leaves])
+        for name, *three in zip(NAMES[1:], grads(flash_attention, loss), grads(flash_attention_ref, loss), exact):
+            assert_close_to_reference(*three, 3, f"{name} of loss {n}", additions=17 + 32)
 
 
 def test_grouped_heads_equal_repeated_ones(device):
