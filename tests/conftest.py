@@ -29,7 +29,7 @@ sys.path[:0] = [str(PROJECT), str(Path(__file__).parent)]
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from specializations import Launches, compile_all  # noqa: E402
+from specializations import Launches, autotuners, compile_all  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton.jit decorates, so before any kernel is imported
@@ -122,6 +122,14 @@ if os.environ.get("CI"):
 def seed():
     """Every test draws the same numbers, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def first_candidates(request, monkeypatch):
+    """On a GPU too, small cases run what the interpreter runs: each tuned kernel's first candidate. Tests marked `gpu` try them all."""
+    if torch.cuda.is_available() and not request.node.get_closest_marker("gpu"):
+        for _, tuner in autotuners():
+            monkeypatch.setattr(tuner, "configs", tuner.configs[:1])
 
 
 @pytest.fixture
