@@ -91,12 +91,13 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Tests are handed out one by one, in their order; but those that share the nodes of a cluster go to one process."""
+    """Tests are handed out one by one, in their order; but those that share the nodes of a cluster, or what the compiler took a minute for,
+    go to one process."""
     from xdist.scheduler import LoadScopeScheduling
 
     class OneByOne(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            return "cluster" if "test_cluster.py::" in nodeid else nodeid
+            return next((file for file in ("test_cluster.py::", "test_gfx1151_report.py::") if file in nodeid), nodeid)
 
     return OneByOne(config, log) if config.getoption("dist") == "loadscope" else None
 
