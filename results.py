@@ -26,7 +26,12 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
+try:
+    import matplotlib
+except ModuleNotFoundError as e:
+    if __name__ != "__main__":
+        raise
+    sys.exit(f"results.py: this Python has no {e.name}: venv/bin/python results.py, or `. ./env.sh` first (./run.sh makes venv/)")
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure

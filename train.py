@@ -179,6 +179,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    """The whole model. `build_model` makes the run's; by itself: `GPT(config)`, then `init_weights()`."""
+
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -193,8 +195,8 @@ class GPT(nn.Module):
         self.value_embeds = nn.ModuleDict(
             {str(i): nn.Embedding(config.vocab_size, kv_dim) for i in range(config.n_layer) if has_value_embedding(i, config.n_layer)}
         )
-        self.register_buffer("cos", torch.empty(0), persistent=False)  # made by init_weights, on the model's device
-        self.register_buffer("sin", torch.empty(0), persistent=False)
+        for name, table in zip(("cos", "sin"), self._rotary_tables(self.lm_head.weight.device)):
+            self.register_buffer(name, table, persistent=False)
         self.attend = {}  # window → what computes attention over it: choose_backends, at the latest with the first batch
 
     @staticmethod
@@ -235,7 +237,7 @@ class GPT(nn.Module):
         for block in self.transformer.h:
             if block.attn.ve_gate is not None:
                 nn.init.zeros_(block.attn.ve_gate.weight)
-        self.cos, self.sin = self._rotary_tables(device)
+        self.cos, self.sin = self._rotary_tables(device)  # again: a model that was built on the meta device has none
         if device.type == "cuda":
             self.transformer.wte.to(torch.bfloat16)
             self.value_embeds.to(torch.bfloat16)
@@ -313,6 +315,8 @@ class GPT(nn.Module):
         if not self.attend:
             self.choose_backends(idx.size(0))
         T = idx.size(1)
+        if self.config.sequence_len < T:
+            raise ValueError(f"{T} tokens in a row, and sequence_len is {self.config.sequence_len}: the rotary tables end there")
         cos, sin = self.cos[:, :T], self.sin[:, :T]
         x, update = self.embed(idx), None
         x0 = x
@@ -612,10 +616,11 @@ def train(model, optimizer, loader, device, flops_per_step, peak, sensors=None):
         smooth_loss = 0.9 * smooth_loss + 0.1 * loss
         mfu = f"{100 * flops_per_step / elapsed / peak:.1f}%" if peak else "n/a"
         debiased_loss = smooth_loss / (1 - 0.9 ** (step + 1))
+        left = f"remaining: {max(0, TIME_BUDGET - seconds):.0f}s"
         progress_line.show(
             f"step {step:05d} ({100 * progress:.1f}%) | loss: {debiased_loss:.6f} | lrm: {lr_multiplier(progress):.2f} | "
             f"dt: {elapsed * 1000:.0f}ms | tok/sec: {TOTAL_BATCH_SIZE / elapsed:,.0f} | mfu: {mfu} | epoch: {epoch} | "
-            + (f"remaining: {max(0, TIME_BUDGET - seconds):.0f}s" if step >= WARMUP_STEPS else "warming up, not timed")
+            + (left if step >= WARMUP_STEPS else f"warming up, not timed (step {step + 1} of {WARMUP_STEPS})")
         )
         if step == 0:  # a collection stalls for half a second: everything so far stays, and from now on there is little garbage
             gc.collect()

@@ -166,10 +166,11 @@ def speed_warning(outcome, base, same):
     """A warning where a run was slower or faster than the best's at equal work, or other programs took much of the CPU; None otherwise."""
     others = outcome.get("other_cpu")
     busy = f"other programs used {100 * others:.0f} % of the CPU" if others and others > 0.1 else None
+    busier = busy and others > (base.get("other_cpu") or 0) + 0.1  # than when the best ran: else that explains nothing
     ratio = speed(outcome["summary"] or {}, base.get("summary") or {})
     if ratio and not 0.95 <= ratio <= 1.05:
         if ratio < 1:
-            cause = "the machine was slow" if same or busy else "the idea costs that, or the machine was slow"
+            cause = "the machine was slow" if same or busier else "the idea costs that, or the machine was slow"
         else:
             cause = "the machine was slow when the best ran" if same else "the idea saves that, or the machine was slow when the best ran"
         size = f"{100 * abs(ratio - 1):.0f} % {'fewer' if ratio < 1 else 'more'} tokens/s than the best at equal size"

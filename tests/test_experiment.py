@@ -961,3 +961,17 @@ def test_a_merge_that_is_not_finished(series):
     subprocess.run(merge, cwd=series.folder, env=series.environment, capture_output=True)
     series.train.write_text(best.replace("VALUE = 2.0", "VALUE = 1.2"))
     assert "git merge --abort" in series.call("try", "x", code=2) and len(series.rows) == 2
+
+
+def test_a_machine_that_was_as_busy_for_the_best_explains_nothing():
+    def outcome(tok_per_sec, busy):
+        summary = {"num_steps": 100, "total_tokens": 409600, "tok_per_sec": tok_per_sec, "num_params_M": 1.8, "total_tokens_M": 0.4}
+        return {"summary": summary, "other_cpu": busy}
+
+    best = outcome(1000, 0.72)
+    assert "the idea costs that, or the machine was slow (other programs used 73 %" in verdict.speed_warning(
+        outcome(730, 0.73), best, False
+    )
+    assert "size: the machine was slow (other programs used 90 %" in verdict.speed_warning(outcome(730, 0.9), best, False)
+    assert "size: the machine was slow (other programs used 73 %" in verdict.speed_warning(outcome(730, 0.73), best, same=True)
+    assert "size: the machine was slow (other" in verdict.speed_warning(outcome(730, 0.2), outcome(1000, None), False)

@@ -225,10 +225,12 @@ def test_model_losses_and_gradients():
 
 
 def test_a_model_answers_as_it_is():
-    """As upstream's: built, initialised, called; shorter sequences and other batches too."""
-    model = train.GPT(train.GPTConfig(**MODEL["config"]))
+    """As upstream's: built, initialised, called; shorter sequences and other batches too. Without init_weights by torch's own weights."""
+    model, (x, y) = train.GPT(train.GPTConfig(**MODEL["config"])), golden_batch()
+    assert model(x).isfinite().all()
+    with pytest.raises(ValueError, match=r"^65 tokens in a row, and sequence_len is 64"):
+        model(torch.zeros(1, 65, dtype=torch.int64))
     model.init_weights()
-    x, y = golden_batch()
     assert model(x).shape == (2, 64, 97) and model(x[:, :10], y[:, :10]).item() == pytest.approx(math.log(97), abs=0.05)
     model.load_state_dict(golden_model().state_dict())
     assert model(x, y).item() == pytest.approx(MODEL["loss_mean"], abs=1e-5)

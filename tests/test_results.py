@@ -497,3 +497,13 @@ def test_benchmark(tmp_path):
     assert [line[:2] for line in lines] == [["rows", "runs"], ["30", "no"], ["30", "yes"]] and all(
         0 < float(line[2]) < math.inf for line in lines[1:]
     )
+
+
+def test_a_python_without_its_packages_is_told_where_they_are(tmp_path):
+    """As the system's own, by which experiment.py is run. A stand-in: a matplotlib that is not there."""
+    (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError('No module named matplotlib', name='matplotlib')")
+    done = subprocess.run(
+        [sys.executable, PROJECT / "results.py"], env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and done.stderr.startswith("results.py: this Python has no matplotlib: venv/bin/python results.py")
+    assert len(done.stderr.splitlines()) == 1
