@@ -5,6 +5,7 @@ the other side. Several may be started at once: their imports overlap, and each 
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import resource
@@ -13,11 +14,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
 
 START_SECONDS = 120  # to import what it needs, from a cold disk
+ERRORS = 2**20  # bytes of what it says to stderr that are kept: one that says without end fills no disk
 KILL_SECONDS = 10  # a process that SIGKILL has not ended by then hangs in the driver, and only a reboot ends it
 
 
@@ -29,8 +30,11 @@ class Child:
     """
 
     def __init__(self, command, environ=None):
-        self.end = ""
+        self.end, self.said = "", b""
+        if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # as some launchers leave it: no exit code would be kept
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (_close closes it)
+        fcntl.fcntl(self.errors, fcntl.F_SETFL, os.O_APPEND)  # so that it can be cut off while it is written
         try:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=environ, start_new_session=True
@@ -55,6 +59,9 @@ class Child:
             self.process.stdin.flush()
         pipe, rest, hung, until = self.process.stdout.fileno(), b"", "did not start", time.monotonic() + START_SECONDS
         while (left := until - time.monotonic()) > 0:
+            if os.fstat(self.errors.fileno()).st_size > ERRORS:
+                self.said = self._said()
+                os.ftruncate(self.errors.fileno(), 0)
             ended = self._has_ended()  # asked before reading: then all that it wrote is in the pipe
             if select.select([pipe], [], [], 0 if ended else min(left, 0.1))[0]:
                 piece = os.read(pipe, 65536)
@@ -94,10 +101,14 @@ class Child:
         if code == 0:
             return ""
         end = f"took its process down: signal {-code}" if code < 0 else f"ended with exit code {code}"
-        self.errors.seek(max(0, self.errors.seek(0, os.SEEK_END) - 4096))
-        text = self.errors.read().decode(errors="replace")
+        text = (self.said + self._said()).decode(errors="replace")
         last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
         return f"{end} ({''.join(filter(str.isprintable, last))[:160]})" if last else end
+
+    def _said(self):
+        """The end of what it has said to stderr."""
+        file = self.errors.fileno()
+        return os.pread(file, 4096, max(0, os.fstat(file).st_size - 4096))
 
 
 def _parsed(line):
@@ -119,7 +130,7 @@ def begin():
     line = sys.stdin.readline()
     if not line:
         sys.exit("ended before it was told what to try")
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _end_with_parent()
 
     def answer(**facts):
         print(json.dumps(facts), file=answers, flush=True)
@@ -129,7 +140,13 @@ def begin():
 
 
 def _end_with_parent():
-    os.read(0, 1)  # nothing more is ever written there: it returns when nobody is left who could
-    if os.getpgrp() == os.getpid():  # with all that it has started
-        os.killpg(0, signal.SIGKILL)
-    os._exit(1)
+    """Have the kernel kill it, and all that it has started, when nobody is left who could write to its stdin, where nothing more comes.
+
+    A thread of Python that waits for that would wait for ever beside a call that hangs and holds the interpreter's lock.
+    """
+    whom = -os.getpid() if os.getpgrp() == os.getpid() else os.getpid()  # its group, where it leads one
+    fcntl.fcntl(0, fcntl.F_SETOWN, whom)
+    fcntl.fcntl(0, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([0], [], [], 0)[0]:  # it was so before the kernel was asked
+        os.kill(whom, signal.SIGKILL)

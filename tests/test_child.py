@@ -70,6 +70,24 @@ def test_each_answer_gives_it_more_time_but_nothing_else_does(ask):
     assert [a["n"] for a in answers] == [0, 1, 2, 3] and end == "hung: no answer in 0.5 s"
 
 
+def test_what_it_says_without_end_fills_no_disk(ask):
+    """The last line all the same tells why it ended."""
+    flood = "for _ in range(40):\n    os.write(2, b'x' * 2**20 + b'\\n'); time.sleep(0.02)\n"
+    answers, end = ask(f"{flood}answer(size=os.fstat(2).st_size)\ntime.sleep(0.3)\nsys.exit('the driver broke')", seconds=20)
+    assert answers[0]["size"] < 20 * 2**20 and end == "ended with exit code 1 (the driver broke)"
+
+
+def test_where_a_launcher_left_sigchld_ignored(tmp_path):
+    """Then the kernel keeps no exit codes."""
+    (tmp_path / "asks.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(PROJECT)!r})\nimport child\n"
+        f"with child.Child([sys.executable, '-c', {BEGIN + 'answer(n=1); os.abort()'!r}]) as c: print(list(c.answers({{}}, 5)), c.end)"
+    )
+    launch = "import os, signal, sys\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nos.execv(sys.executable, [sys.executable, 'asks.py'])"
+    done = subprocess.run([sys.executable, "-c", launch], capture_output=True, text=True)
+    assert done.stdout == "[{'n': 1}] took its process down: signal 6\n", done.stderr
+
+
 def test_rubbish_is_passed_over(ask):
     rubbish = b'\x00\xff\n[1, 2]\n"n"\n{"n": \n' + b"[" * 100_000 + b"\n"
     code = "print('{\"n\": 9}', flush=True)\nos.write(1, b'{\"n\": 9}\\n')\n"
@@ -114,11 +132,11 @@ def test_those_that_wait_are_ended_untold(ask):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_it_ends_when_its_parent_is_killed(told):
-    """Though it hangs: killed by SIGKILL, the parent can tidy up nothing."""
-    inner = BEGIN + "answer(pid=os.getpid(), other=subprocess.Popen(['sleep', '60']).pid)\ntime.sleep(60)"
-    first = "next(started.answers({}, 60))" if told else "{'pid': started.process.pid}"
+@pytest.mark.parametrize("hang", ["time.sleep(60)", "__import__('ctypes').PyDLL(None).sleep(60)", ""])
+def test_it_ends_when_its_parent_is_killed(hang):
+    """Though it hangs, be it in a call that holds the interpreter's lock: killed by SIGKILL, the parent can tidy up nothing."""
+    inner = BEGIN + f"answer(pid=os.getpid(), other=subprocess.Popen(['sleep', '60']).pid)\n{hang}"
+    first = "next(started.answers({}, 60))" if hang else "{'pid': started.process.pid}"
     start = f"started = child.Child([sys.executable, '-c', {inner!r}])"
     code = f"import json, sys, time\nsys.path.insert(0, {str(PROJECT)!r})\nimport child\n{start}\n"
     code += f"print(json.dumps({first}), flush=True)\ntime.sleep(60)"
