@@ -13,6 +13,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import sys
 
 import torch
@@ -128,7 +129,9 @@ def _findings(what, cases, sizes, candidates, device, stops=True):
     path = os.path.join(prepare.CACHE_DIR, "backends.json")
     here = _here(device)
     keys = [json.dumps([*here, what, case, *sizes, *candidates]) for case in cases]
-    known, found = prepare.read_json(path) or {}, []
+    known, found = {}, []
+    with contextlib.suppress(OSError, RecursionError):  # a folder, no permission: `_keep` says it
+        known = prepare.read_json(path) or {}
     for key in keys:
         entry = known.get(key)
         before = {c: f for c, f in entry.items() if c in candidates and _is_finding(f)} if isinstance(entry, dict) else {}
@@ -150,7 +153,7 @@ def _keep(path, entries):
             with prepare.replace_file(path, "w") as f:
                 json.dump(known | entries, f, indent=1)
         return True
-    except OSError as e:  # a read-only folder, a full disk: the next run measures again
+    except (OSError, RecursionError) as e:  # a read-only folder, a full disk, a folder in its place: the next run measures again
         print(f"WARNING: what was measured can't be kept ({e})")
         return False
 
@@ -186,8 +189,10 @@ def _is_finding(found):
 
 
 def _holds(found):
-    """Whether it will be so tomorrow: not what had no memory, which signal 9 says too (Linux ends a process so), nor what was not tried."""
-    return _is_time(found) or not any(sign in found for sign in ("OutOfMemoryError", "signal 9", "not tried"))
+    """Whether it will be so tomorrow: not what had no memory, which signal 9 says too (Linux ends a process so), nor what was not tried or
+    did not start, nor what was ended from outside: signals 2 and 15, of one who stops the whole run."""
+    passing = r"OutOfMemoryError|signal (2|9|15)\b|not tried|did not start"
+    return _is_time(found) or not re.search(passing, found)
 
 
 def _usable(tried, what):

@@ -277,6 +277,12 @@ def test_a_damaged_memory_is_made_anew(answers, content):
     assert len(known()) == 2
 
 
+def test_a_folder_in_the_memory_s_place_stops_no_run(answers, capsys):
+    Path(prepare.CACHE_DIR, "backends.json").mkdir()
+    assert choose()[1] == f"kernels up to {WINDOW}, kernels up to 64"
+    assert "WARNING: what was measured can't be kept ([Errno 21] Is a directory: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "entry",
     [None, [], {}, "sdpa", 3, {"sdpa": 4}, {"sdpa": "slow"}, {"sdpa": math.nan}, {"sdpa": math.inf}, {"sdpa": -1.0}, {"other": 0.1}],
@@ -290,7 +296,14 @@ def test_an_entry_that_cannot_be_one_is_made_anew(answers, entry):
 
 
 @pytest.mark.parametrize(
-    "found", ["not available (OutOfMemoryError: …)", "took its process down: signal 9", "not tried (AcceleratorError: busy)"]
+    "found",
+    [
+        "not available (OutOfMemoryError: …)",
+        "took its process down: signal 9",
+        "took its process down: signal 15",
+        "not tried (AcceleratorError: busy)",
+        "hung: did not start",
+    ],
 )
 @pytest.mark.parametrize("alone", [False, True])
 def test_what_need_not_hold_tomorrow_is_tried_again_by_the_next_run(answers, alone, found):
