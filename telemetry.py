@@ -44,7 +44,7 @@ def read_amd(card):
     found = {}
     for name, (places, unit) in files.items():
         text = next((text for place in places if (text := read(f"{sensors}/{place}"))), "")
-        if re.fullmatch(r"\d{1,15}", text):
+        if re.fullmatch(r"\d{1,15}", text) and (name != "critical_c" or int(text)):  # 0 is a driver that does not know it
             found[name] = int(text) / unit
     if "clock_mhz" not in found and (now := re.search(r"(\d{1,6}) *MHz *\*", read(card + "/pp_dpm_sclk") or "", re.I)):
         found["clock_mhz"] = float(now[1])
@@ -112,7 +112,7 @@ class Sampler:
         with contextlib.suppress(Exception):
             self.over.set()
             if self.process:
-                self.process.terminate()
+                self.process.kill()  # it has nothing to tidy up, and SIGTERM may not end it
                 self.process.wait(2)
             if self.thread:
                 self.thread.join(2)  # a driver that no longer answers keeps it, not the run

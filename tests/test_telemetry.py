@@ -46,6 +46,8 @@ def test_sensors_of_amdgpu(tmp_path):
     (device / "pp_dpm_sclk").write_text("0: 600Mhz\n1: 1100Mhz *\n2: 2900Mhz\n")
     assert telemetry.read_amd(card) == {"watts": 45, "clock_mhz": 1100}
     assert telemetry.read_amd(str(tmp_path / "gone")) == {}
+    (device / "hwmon/hwmon3/temp1_crit").write_text("0\n")  # not known: or each run would have throttled
+    assert telemetry.read_amd(card) == {"watts": 45, "clock_mhz": 1100}
 
 
 @pytest.mark.parametrize(("pci", "cards", "clock"), [
@@ -101,6 +103,20 @@ def test_sensors_that_fail_fail_no_run(tmp_path, monkeypatch, body):
     sampler.start()
     sampler.stop()
     assert sampler.summary() == {}
+
+
+def test_nvidia_smi_that_does_not_heed_sigterm_is_ended_too(tmp_path, monkeypatch):
+    body = (
+        "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True:\n    print('1600, 60, 90', flush=True); time.sleep(0.05)"
+    )
+    nvidia_smi(tmp_path, monkeypatch, body)
+    sampler = telemetry.Sampler("nvidia", "0000:c5:00.0", 0.5)
+    sampler.start()
+    end = time.monotonic() + 20
+    while not sampler.samples and time.monotonic() < end:
+        time.sleep(0.02)
+    sampler.stop()
+    assert sampler.process.poll() is not None and not sampler.thread.is_alive() and sampler.summary()["gpu_watts_mean"] == "90.0"
 
 
 def curve(*clocks, every=5, **more):
