@@ -1115,6 +1115,7 @@ def main():
     args = parser.parse_args()
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that can't show a character
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended too
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # some launchers leave it ignored: no exit code would be kept
     if args.canary:
         return canary()
     if args.layer:

@@ -28,6 +28,7 @@ PATH = os.path.join(HERE, "report.md")
 TEN_STEPS = os.path.join(HERE, "benchmarks", "ten_steps.py")
 STEPS_SECONDS = 900  # start-up compiles and chooses, in minutes at the first time
 MOST, LONGEST = 200, 500  # lines of the report, characters of a line
+MOST_CARDS = 2  # that the versions tell of
 
 # ---------------------------------------------------------------------------
 # Parts: each takes the machine and what earlier parts have found, and returns its lines
@@ -124,7 +125,7 @@ def version_table(machine):
         "packages": ", ".join(f"{name} {version}" for name, version in torch.get("packages", {}).items()),
         "this project": project(machine),
     }
-    cells = [(name, str(text).replace("|", "\\|")) for name, text in rows.items() if text]
+    cells = [(name, " ".join(str(text).split()).replace("|", "\\|")) for name, text in rows.items() if text]
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in cells)])
 
 
@@ -134,14 +135,14 @@ def gpu_words(device):
 
 
 def card_rows(machine):
-    """Firmware, memory and sensors of AMD's cards."""
+    """Firmware, memory and sensors of AMD's cards, of many the first ones."""
     rows = {}
-    for number, card in enumerate(machine.cards):
+    for number, card in enumerate(machine.cards[:MOST_CARDS]):
         name = f"card {number}" if number else "card"
         paths = machine.glob(os.path.relpath(f"{card}/fw_version/*_fw_version", machine.root))
         firmware = [f"{os.path.basename(path)[:-11].upper()} {machine.read(path)}" for path in paths]
         firmware = [words for words in firmware if not words.endswith((" None", " 0x00000000"))]
-        sizes = {kind: int(machine.read(f"{card}/mem_info_{kind.lower()}_total") or 0) for kind in ("VRAM", "GTT")}
+        sizes = {kind: whole(machine.read(f"{card}/mem_info_{kind.lower()}_total")) for kind in ("VRAM", "GTT")}
         now = telemetry.read_amd(card)
         units = {"clock_mhz": "{:,.0f} MHz", "temp_c": "{:.0f} °C", "critical_c": "critical {:.0f} °C", "watts": "{:.0f} W"}
         rows |= {
@@ -150,7 +151,14 @@ def card_rows(machine):
             f"{name}: memory": ", ".join(f"{kind} {doctor.gib(size)}" for kind, size in sizes.items() if size),
             f"{name}: now": ", ".join(words.format(now[key]) for key, words in units.items() if key in now),
         }
+    if more := machine.cards[MOST_CARDS:]:
+        rows["more cards"] = len(more)
     return rows
+
+
+def whole(text):
+    """The whole number in a file, 0 where there is none."""
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text or "") else 0
 
 
 def project(machine):
@@ -172,8 +180,11 @@ def setting_list(machine):
     for name, value in sorted(machine.environ.items()):
         if not re.match(OURS, name) or not value or name in ("AUTORESEARCH_SAID", "AUTORESEARCH_RUN", "AUTORESEARCH_SYSROOT"):
             continue
-        secret = re.search("TOKEN|KEY|SECRET|PASS", name) or "://" in value
-        lines.append(f"- `{name}{' is set' if secret else '=' + value}`")
+        secret = re.search("TOKEN|KEY|SECRET|PASS|PWD|CREDENTIAL|AUTH_|AUTH$", name) or re.search(
+            r"://|^[A-Za-z][A-Za-z0-9.-]*:\d{2,5}$", value
+        )
+        shown = " ".join(value.split()).replace("`", "'")
+        lines.append(f"- `{name}{' is set' if secret else '=' + shown}`")
     return "\n".join(cut(lines, 24)) or "none"
 
 
@@ -203,9 +214,13 @@ def fenced(lines, most):
     return ["```", *cut([line.replace("```", "'''") for line in lines], most), "```"]
 
 
+def short(line):
+    """A line of a length that is read. Of one that is `anonymous`: in half a name nobody sees the name."""
+    return line if len(line) <= LONGEST else line[: LONGEST - 1] + "…"
+
+
 def cut(lines, most):
-    """At most so many lines, each of a length that is read: of more the middle is left out."""
-    lines = [line if len(line) <= LONGEST else line[: LONGEST - 1] + "…" for line in lines]
+    """At most so many lines: of more the middle is left out."""
     if len(lines) <= most:
         return lines
     return [*lines[: most // 2], f"… {len(lines) - most + 1} lines left out …", *lines[len(lines) - (most - most // 2 - 1) :]]
@@ -223,11 +238,12 @@ def names_of(machine):
         people.add(account.pw_name)
         folders[account.pw_dir] = "~"
     folders[machine.environ.get("HOME") or "~"] = "~"
-    folders |= {os.path.realpath(folder): short for folder, short in folders.items() if folder.startswith("/")}
+    folders = {folder: sign for folder, sign in folders.items() if folder.startswith("/")}
+    folders |= {os.path.realpath(folder): sign for folder, sign in folders.items()}
     hosts = {socket.gethostname(), platform.node(), *(machine.read(name) or "" for name in ("proc/sys/kernel/hostname", "etc/hostname"))}
     hosts |= {host.partition(".")[0] for host in hosts}
     return (
-        {folder.rstrip("/"): folders[folder] for folder in sorted(folders, key=len, reverse=True) if folder not in ("/", "~")},
+        {folder.rstrip("/"): folders[folder] for folder in sorted(folders, key=len, reverse=True) if folder.strip("/")},
         sorted(people - ORDINARY, key=len, reverse=True),
         sorted(hosts - ORDINARY, key=len, reverse=True),
     )
@@ -235,9 +251,9 @@ def names_of(machine):
 
 HEX = r"[0-9a-fA-F]{1,4}"
 ADDRESSES = (
-    (rf"(?<![\w:.])(?:{HEX}:){{3,7}}{HEX}(?![\w:])", "(address)"),  # IPv6, MAC
+    (rf"(?<![\w:.])(?:{HEX}:){{3,}}{HEX}(?![\w:])", "(address)"),  # IPv6, MAC
     (rf"(?<![\w:.])(?:{HEX}:){{0,6}}{HEX}::(?:{HEX}(?::{HEX}){{0,6}})?(?![\w:])", "(address)"),
-    (r"(?<![\w.+-])(?!127\.0\.0\.1)(?:\d{1,3}\.){3}\d{1,3}(?![\w.+-])", "(address)"),
+    (r"(?<![\w.+-])(?!127\.0\.0\.1)(?:\d{1,3}\.){3}\d{1,3}(?![\w+-]|\.\w)", "(address)"),
     (r"\b\w[\w.+-]*@[\w-]+(?:\.[\w-]+)+", "(address)"),
     (r"\b(?:GPU-)?[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b", "(id)"),  # a disk's, a GPU's
 )
@@ -246,8 +262,8 @@ ADDRESSES = (
 def anonymous(text, names, addresses=True):
     """The text without what tells whose machine this is. names: of names_of. addresses: whether what looks like one goes too."""
     folders, people, hosts = names
-    for folder, short in folders.items():
-        text = re.sub(rf"{re.escape(folder)}(?![\w-])", short, text)
+    for folder, sign in folders.items():
+        text = re.sub(rf"{re.escape(folder)}(?![\w-])", sign, text)
     text = re.sub(r"/(?:home|Users)/[^/\s:\"'`,;)]+", "~", text)
     text = re.sub(r"/root(?![\w-])", "~", text)
     for pattern, word in ADDRESSES if addresses else ():
@@ -263,7 +279,7 @@ def document(machine, sections):
     for title, lines in sections.items():
         # A version can look like an address: this part is made of files and names that hold none.
         text = anonymous("\n".join(lines), names, addresses=title != "Versions")
-        parts += ["", f"## {title}", "", *cut(text.split("\n"), MOST)]
+        parts += ["", f"## {title}", "", *map(short, cut(text.split("\n"), MOST))]
     return "\n".join(parts) + "\n"
 
 
@@ -276,8 +292,12 @@ def save(text):
             os.fsync(f.fileno())
         os.replace(temporary, PATH)
     except OSError as error:
-        doctor.say(f"the report can't be written ({error}): make {HERE} writable")
+        mend = "move that folder away" if os.path.isdir(PATH) else f"make {os.path.dirname(PATH)} writable, and room in it"
+        doctor.say(f"the report can't be written ({error}): {mend}")
         sys.exit(doctor.EXIT_ENVIRONMENT)
+    finally:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
 
 
 def main():

@@ -136,6 +136,49 @@ def test_report_names_nobody(halo):
         assert not re.search(word, stops + text), word
 
 
+@pytest.mark.parametrize(("text", "shown"), [
+    ("no answer from 192.168.1.7.", "no answer from (address)."), ("192.168.1.7:6379", "(address):6379"),
+    ("80:00:02:08:fe:80:00:00:00:00:00:00:00:02:c9:03:00:0c:51:4a", "(address)"),
+    ("Linux 6.6.87.2-microsoft-standard-WSL2", "Linux 6.6.87.2-microsoft-standard-WSL2"),
+    ("10.0.0.1.2 7.14.0a20260609", "10.0.0.1.2 7.14.0a20260609"),
+])  # fmt: skip
+def test_what_is_an_address(text, shown):
+    assert report.anonymous(text, ({}, [], [])) == shown
+
+
+@pytest.mark.parametrize("home", ["//", ".", "", "~", "/"])
+def test_home_that_is_no_folder_of_its_own_replaces_nothing(home):
+    names = report.names_of(doctor.Machine(environ={"HOME": home, "USER": "jane"}))
+    assert report.anonymous("at step 3. of /usr/lib", names) == "at step 3. of /usr/lib"
+
+
+def test_name_at_a_line_s_end_is_left_out_whole(halo):
+    """Lines are cut after names are left out: half a name would stay."""
+    lines = [f"{'x ' * n}janes-strix.lan {PROJECT}/train.py" for n in range(report.LONGEST // 2 - 50, report.LONGEST // 2)]
+    halo.run = answering((0, "\n".join(lines[::4]) + "\n" + json.dumps(FACTS), ""))
+    text = made()
+    assert "x  ./train.py" in text and not re.search(r"janes|strix\.|-strix|" + str(PROJECT)[:6], text)
+
+
+def test_settings_are_a_line_each(halo):
+    halo.environ |= {"CUDA_A": "x\n" * 300 + "# title", "HIP_B": "a`b|c", "NCCL_COMM_ID": "head:6379", "ROCM_CREDENTIALS": "abcdefgh"}
+    halo.environ |= {"PYTORCH_HIP_ALLOC_CONF": "max_split_size_mb:512"}
+    text = made()
+    assert "\n# title" not in text and "- `HIP_B=a'b|c`" in text and len(text.splitlines()) < 100
+    assert "`NCCL_COMM_ID is set`" in text and "`ROCM_CREDENTIALS is set`" in text and "abcdefgh" not in text
+    assert "- `PYTORCH_HIP_ALLOC_CONF=max_split_size_mb:512`" in text
+
+
+def test_files_of_many_cards_and_without_sense(halo):
+    for n in range(2, 10):
+        write(halo, f"sys/class/drm/card{n}/device/vendor", "0x1002")
+        write(halo, f"sys/class/drm/card{n}/device/mem_info_gtt_total", "-x")
+        write(halo, f"sys/class/drm/card{n}/device/vbios_version", "113-A\n|\n# b")
+    text = made()
+    assert "| card: memory | VRAM 0.5 GiB" in text and "| card 1: VBIOS | 113-A \\| # b |" in text
+    assert "card 2" not in text and "| more cards | 7 |" in text
+
+
 def crash(*_):
     raise RuntimeError("the probe broke")
 
@@ -177,6 +220,14 @@ def test_report_is_200_lines_at_most(halo, monkeypatch):
     monkeypatch.setattr(doctor, "CHECKS", (fault,) * 40)
     text = made()
     assert 150 < len(text.splitlines()) <= 200 and max(map(len, text.splitlines())) <= report.LONGEST and "lines left out" in text
+
+
+def test_folder_in_the_report_s_place(halo, capsys):
+    Path(report.PATH).mkdir()
+    with pytest.raises(SystemExit) as ended:
+        report.main()
+    assert ended.value.code == 3 and capsys.readouterr().err.splitlines()[-1].endswith(": move that folder away")
+    assert [path.name for path in Path(report.PATH).parent.iterdir() if path.name.startswith("report")] == ["report.md"]
 
 
 def test_place_that_cannot_be_written(halo, monkeypatch, capsys):
