@@ -38,6 +38,7 @@ def fail(message, code=1):
 
 def run(main, out_of_memory):
     """`main()`, with one line and an exit code of its own for each kind of end; `out_of_memory`: what to lower then."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # where a ° can't be written, that costs no run its summary
     try:
         try:
             main()

@@ -273,12 +273,15 @@ def anonymous(text, names, addresses=True):
     return text
 
 
+CONTROL = r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]"  # colours of a terminal, and what no text holds
+
+
 def document(machine, sections):
     """sections: title → lines."""
     names, parts = names_of(machine), [f"# autoresearch for Strix Halo: a report of {datetime.date.today()}"]
     for title, lines in sections.items():
         # A version can look like an address: this part is made of files and names that hold none.
-        text = anonymous("\n".join(lines), names, addresses=title != "Versions")
+        text = anonymous(re.sub(CONTROL, "", "\n".join(lines)), names, addresses=title != "Versions")
         parts += ["", f"## {title}", "", *map(short, cut(text.split("\n"), MOST))]
     return "\n".join(parts) + "\n"
 

@@ -163,7 +163,9 @@ def test_name_at_a_line_s_end_is_left_out_whole(halo):
 def test_settings_are_a_line_each(halo):
     halo.environ |= {"CUDA_A": "x\n" * 300 + "# title", "HIP_B": "a`b|c", "NCCL_COMM_ID": "head:6379", "ROCM_CREDENTIALS": "abcdefgh"}
     halo.environ |= {"PYTORCH_HIP_ALLOC_CONF": "max_split_size_mb:512"}
+    halo.environ |= {"HSA_B": "\x1b[31mred\x1b[0m\x00\x9b"}
     text = made()
+    assert "- `HSA_B=red`" in text
     assert "\n# title" not in text and "- `HIP_B=a'b|c`" in text and len(text.splitlines()) < 100
     assert "`NCCL_COMM_ID is set`" in text and "`ROCM_CREDENTIALS is set`" in text and "abcdefgh" not in text
     assert "- `PYTORCH_HIP_ALLOC_CONF=max_split_size_mb:512`" in text

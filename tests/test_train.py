@@ -306,6 +306,13 @@ def test_every_end_has_its_line_and_exit_code(capsys, error, code):
     assert (str(error) or "interrupted") in line and ("use 4" in line) == isinstance(error, torch.OutOfMemoryError)
 
 
+def test_a_terminal_without_a_character_costs_no_summary(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    machine.run(lambda: print("gpu_throttled: 95 °C, critical are 100"), "")
+    assert written.getvalue() == b"gpu_throttled: 95 \\xb0C, critical are 100\n"
+
+
 @pytest.mark.parametrize("buffering", [-1, 0])
 def test_a_reader_that_leaves(monkeypatch, capsys, buffering):
     """As `train.py | head`, with an output that Python's buffer holds to the end, or none of it."""
