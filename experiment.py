@@ -547,6 +547,7 @@ def main():
     sys.stdout, sys.stderr = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):  # descriptions and logs hold characters that not every locale has
         stream.reconfigure(errors="backslashreplace")
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # some launchers leave it ignored: no exit code would be kept, git's neither
     arguments = parser.parse_args()
     try:
         check_repository()

@@ -38,7 +38,8 @@ def fail(message, code=1):
 
 def run(main, out_of_memory):
     """`main()`, with one line and an exit code of its own for each kind of end; `out_of_memory`: what to lower then."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # where a ° can't be written, that costs no run its summary
+    with contextlib.suppress(AttributeError):  # a notebook's stream takes every character
+        sys.stdout.reconfigure(errors="backslashreplace")  # where a ° can't be written, that costs no run its summary
     try:
         try:
             main()

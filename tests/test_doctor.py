@@ -923,6 +923,17 @@ def test_documents_show_what_it_says(tmp_path):
     assert f"--what={doctor.STAY_AWAKE} " in (PROJECT / "run.sh").read_text()
 
 
+def test_where_a_launcher_left_sigchld_ignored(tmp_path):
+    """Then the kernel keeps no exit codes; a fault must stop a run all the same."""
+    launch = (
+        "import os, signal, sys\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nos.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    )
+    environment = os.environ | {"AUTORESEARCH_HARDWARE": "gfx1151", "AUTORESEARCH_SYSROOT": str(tmp_path)}
+    command = [sys.executable, "-c", launch, PROJECT / "doctor.py", "--stop", "--before-install"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 3 and "autoresearch: /dev/kfd is not there" in done.stderr, done.stderr
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)

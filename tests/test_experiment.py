@@ -975,3 +975,14 @@ def test_a_machine_that_was_as_busy_for_the_best_explains_nothing():
     assert "size: the machine was slow (other programs used 90 %" in verdict.speed_warning(outcome(730, 0.9), best, False)
     assert "size: the machine was slow (other programs used 73 %" in verdict.speed_warning(outcome(730, 0.73), best, same=True)
     assert "size: the machine was slow (other" in verdict.speed_warning(outcome(730, 0.2), outcome(1000, None), False)
+
+
+def test_where_a_launcher_left_sigchld_ignored(tmp_path):
+    """Then the kernel keeps no exit codes, and what git answers counts here."""
+    launch = (
+        "import os, signal, sys\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nos.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    )
+    series = Checkout(tmp_path / "a project").make()
+    command, environment = [sys.executable, "-c", launch, "experiment.py", "begin", "nov29"], os.environ | series.environment
+    done = subprocess.run(command, cwd=series.folder, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.splitlines()[-1].startswith("log: "), done.stdout
