@@ -69,13 +69,13 @@ def pytest_testnodedown(node):
     LAUNCHES.update(getattr(node, "workeroutput", {}).get("launches", {}))
 
 
-def pytest_sessionfinish(session):
-    """What only the interpreter ran is compiled: tests/specializations.py."""
+def pytest_sessionfinish(session, exitstatus):
+    """What only the interpreter ran is compiled: tests/specializations.py. Not after Ctrl-C: who ends the tests waits for no compiler."""
     config = session.config
     LAUNCHES.update(config.launches.seen if hasattr(config, "launches") else {})
     if hasattr(config, "workeroutput"):
         config.workeroutput["launches"] = LAUNCHES
-    elif LAUNCHES:
+    elif LAUNCHES and exitstatus != pytest.ExitCode.INTERRUPTED:
         config.compiled, config.uncompiled = compile_all(LAUNCHES, config.getoption("--compile-all"))
         if config.uncompiled:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -42,24 +42,34 @@ def test_uncapped():
 """
 
 
-@pytest.mark.slow
-def test_planted_fault(tmp_path):
-    """A project of one kernel and two tests, which both pass in the interpreter. One specialization of the two can't be compiled."""
+def planted(tmp_path, tests, *workers):
+    """What pytest says of a project of one kernel and its tests."""
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels/__init__.py").write_text("")
     (tmp_path / "kernels/planted.py").write_text(KERNEL)
     (tmp_path / "tests").mkdir()
     for name in ("conftest.py", "specializations.py"):
         shutil.copy(HERE / name, tmp_path / "tests")
-    (tmp_path / "tests/test_it.py").write_text(TESTS)
+    (tmp_path / "tests/test_it.py").write_text(tests)
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "1", "tests"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *workers, "tests"]
+    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_planted_fault(tmp_path):
+    """Both tests pass in the interpreter. One specialization of the two can't be compiled."""
+    done = planted(tmp_path, TESTS, "-n", "1")
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
     assert done.returncode == 1 and "2 passed" in done.stdout and "2 specializations of 1 kernels" in done.stdout, done.stdout
     assert len(failed) == 2, done.stdout
     for target, line in zip(("gfx1151", "sm_90"), sorted(failed)):
         assert f"tests/test_it.py::test_uncapped: kernels.planted.kernel for {target}: CompilationError: ZeroDivisionError" in line
+
+
+def test_interrupted_tests_compile_nothing(tmp_path):
+    done = planted(tmp_path, TESTS + "\ndef test_interrupt():\n    raise KeyboardInterrupt\n")
+    assert done.returncode == 2 and "2 passed" in done.stdout and "specializations" not in done.stdout, done.stdout
 
 
 def record(**constants):
