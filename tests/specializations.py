@@ -4,9 +4,10 @@ Triton's interpreter executes Python and takes what no compiler would: a branch 
 method of a number that is a constant at run time. So conftest.py notes each launch of the interpreter (`Launches`), and at the end of the
 tests the compiler gets to see it: whatever does not compile fails the run, under the name of a test that launched it.
 
-The compiler's front end, which is what differs from the interpreter, sees all of them. All the way to machine code (LLVM for gfx1151, ptxas
-for sm_90) go those that are needed to have every type of every argument and every value of every option there once for each kernel, sizes
-aside; with `--compile-all` everything does, which takes minutes. Triton's cache and one beside it keep what was compiled.
+The compiler's front end, which is what differs from the interpreter and hardly knows its target, sees each of them, for one of the two.
+All the way to machine code (LLVM for gfx1151, ptxas for sm_90) go those that are needed to have every type of every argument and every
+value of every option there once for each kernel, sizes aside, for both; with `--compile-all` everything does, which takes minutes. Triton's
+cache and one beside it keep what was compiled.
 
     python tests/specializations.py gfx1151     # what the tests start: reads JSON, prints a line of JSON for each failure
 """
@@ -139,14 +140,19 @@ def compile_all(seen, everything=False):
     for record in records:
         by_kernel.setdefault(record["kernel"], []).append(record)
     whole = records if everything else [record for same in by_kernel.values() for record in cover(same)]
-    tasks = [{"record": record, "test": test, "whole": any(record is w for w in whole)} for record, test in zip(records, seen.values())]
+    tasks = []
+    for n, (record, test) in enumerate(zip(records, seen.values())):
+        # Kernels that take descriptors are for parts with tensor memory access.
+        fit = ["sm_90"] if "tensordesc" in str(record["types"]) else list(TARGETS)
+        all_the_way = any(record is chosen for chosen in whole)
+        targets = fit if all_the_way else [fit[n % len(fit)]]
+        tasks.append({"record": record, "test": test, "whole": all_the_way, "targets": targets})
     tasks.sort(key=lambda task: task["whole"])  # so that each process gets as many of both kinds
     share = max(1, (os.cpu_count() or 1) // len(TARGETS))
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     processes = []
     for target in TARGETS:
-        # Kernels that take descriptors are for parts with tensor memory access.
-        mine = [task for task in tasks if target == "sm_90" or "tensordesc" not in str(task["record"]["types"])]
+        mine = [task for task in tasks if target in task["targets"]]
         for part in (mine[i::share] for i in range(share)):
             with tempfile.TemporaryFile("w+") as file:  # not a pipe, which would be waited for
                 json.dump(part, file)

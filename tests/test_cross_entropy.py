@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from precision import assert_close_to_reference
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import kernels.cross_entropy as module
 from kernels.cross_entropy import (
@@ -396,7 +397,7 @@ def test_opcheck(reduction, device):
 def test_compile(reduction, device):
     """fullgraph, the same numbers as eager, and no recompile from step to step."""
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager" if device == "cpu" else "inductor")
+    counter = CompileCounterWithBackend("aot_eager" if device == "cpu" else "inductor")
 
     def step(x, weight, targets):
         x = F.rms_norm(x, x.shape[-1:])
