@@ -126,6 +126,7 @@ def begin():
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it may crash: that leaves no file
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what anything else prints is no answer
+    sys.stdout.reconfigure(line_buffering=True)  # and not lost where it is the last thing before a crash
     warnings.simplefilter("ignore")  # the last line that it prints may say why it ended
     line = sys.stdin.readline()
     if not line:

@@ -22,6 +22,7 @@ for name in (
     "HF_TOKEN",
     "GPU_BF16_PEAK_FLOPS",
     "GPU_MEMORY_FRACTION",
+    "PYTHONUNBUFFERED",  # users have it not, and it hides what is lost in a buffer
 ):
     os.environ.pop(name, None)
 sys.path[:0] = [str(PROJECT), str(Path(__file__).parent)]

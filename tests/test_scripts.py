@@ -32,7 +32,7 @@ if "--check" in sys.argv:
     open("started", "w").write(str(time.time()))
     sys.exit(not os.path.exists("data"))
 if os.path.exists("slow-prepare"):
-    signal.signal(signal.SIGTERM, lambda *_: (print("prepare stopped", flush=True), sys.exit(3)))
+    signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"prepare stopped\\n"), sys.exit(3)))
     print("preparing", flush=True)
     time.sleep(20)
 print("prepared", flush=True)
@@ -46,7 +46,8 @@ import os, signal, sys, time
 print("train", sys.argv[1:], os.getcwd(), os.getpid(), os.environ["AUTORESEARCH_HARDWARE"], flush=True)
 if "--wait" in sys.argv:
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: (print("got", number, flush=True), sys.exit(42)))
+        # not print, which may be at work already when the signal comes
+        signal.signal(number, lambda number, _: (os.write(1, b"got %d\\n" % number), sys.exit(42)))
     print("waiting", flush=True)
     time.sleep(20)
 sys.exit(int(os.environ.get("TRAIN_CODE", 0)))
