@@ -312,11 +312,11 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, reduction="mean"):
         """Logits (B, T, vocab_size) float32 of the tokens idx (B, T); with targets (B, T) their cross entropy instead, -1 left out."""
-        if not self.attend:
-            self.choose_backends(idx.size(0))
         T = idx.size(1)
         if self.config.sequence_len < T:
             raise ValueError(f"{T} tokens in a row, and sequence_len is {self.config.sequence_len}: the rotary tables end there")
+        if not self.attend:
+            self.choose_backends(idx.size(0))
         cos, sin = self.cos[:, :T], self.sin[:, :T]
         x, update = self.embed(idx), None
         x0 = x
