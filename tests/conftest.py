@@ -100,7 +100,7 @@ def pytest_xdist_make_scheduler(config, log):
         def _split_scope(self, nodeid):
             return next((file for file in ("test_cluster.py::", "test_gfx1151_report.py::") if file in nodeid), nodeid)
 
-    return OneByOne(config, log) if config.getoption("dist") == "loadscope" else None
+    return OneByOne(config, log) if config.getoption("dist") in ("load", "loadscope") else None  # `load` is what -n alone means
 
 
 def pytest_collection_modifyitems(items):

@@ -712,7 +712,7 @@ def test_this_torch_is_described_without_importing_it():
     assert facts["packages"]["triton"] and "wants_triton" in facts
 
 
-# ---- measurements, on the CPU with tiny sizes ------------------------------------------------------------------------------------
+# ---- measurements, with tiny sizes ------------------------------------------------------------------------------------
 
 
 def test_copy_and_gemm_are_measured():
@@ -722,13 +722,13 @@ def test_copy_and_gemm_are_measured():
     assert row["library"] == "CPU" and all(row[x]["right"] and row[x]["flops"] > 1e5 for x in ("forward", "dgrad", "wgrad")), row
 
 
-def measured(*backends, shape=(1, 32, 2, 16)):
-    return {name: probe.measure_attention("cpu", name, shape, window=8, rounds=1) for name in backends or probe.attention_backends("cpu")}
+def measured(device, *backends, shape=(1, 32, 2, 16)):
+    return {name: probe.measure_attention(device, name, shape, window=8, rounds=1) for name in backends or probe.attention_backends(device)}
 
 
-def test_attention_is_measured_and_checked(monkeypatch):
-    rows = measured()
-    for name in ("math", "default", probe.OURS, probe.WINDOWED):  # kernels/: by Triton's interpreter
+def test_attention_is_measured_and_checked(monkeypatch, device):
+    rows = measured(device)
+    for name in ("math", "default", probe.OURS, probe.WINDOWED):  # kernels/: without a GPU by Triton's interpreter
         assert rows[name]["right"] and 1e-4 < rows[name]["error"] < 2e-2 and rows[name]["both_s"] > 0, rows[name]
     assert [name for name, row in rows.items() if row["window"]] == [probe.WINDOWED] and not any("harm" in row for row in rows.values())
     assert rows["default"]["chosen"] and ("both_s" in rows["flash"]) != ("why" in rows["flash"])
@@ -739,10 +739,10 @@ def test_attention_is_measured_and_checked(monkeypatch):
 
     attend = F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **kwargs: attend(q, k, v))  # forgets causality
-    wrong = measured("math", "default").values()
+    wrong = measured(device, "math", "default").values()
     assert [row["right"] for row in wrong] == [False, False] and all("WRONG" in probe.words(row) for row in wrong)
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **kwargs: attend(q, k, v) * float("nan"))
-    nan = measured("default")["default"]
+    nan = measured(device, "default")["default"]
     assert nan["right"] is False and nan["error"] == 1e9
     product = torch.Tensor.__matmul__
 
@@ -752,7 +752,7 @@ def test_attention_is_measured_and_checked(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", product)  # so that it goes again
     monkeypatch.setattr(F, "scaled_dot_product_attention", spoil)
-    assert measured("default")["default"]["harm"].startswith("after it plain attention is wrong (error")
+    assert measured(device, "default")["default"]["harm"].startswith("after it plain attention is wrong (error")
 
 
 def test_reference_is_attention_with_a_window():

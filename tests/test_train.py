@@ -527,8 +527,8 @@ def small_model(device, **changes):
     return train.build_model(train.GPTConfig(**config), device)
 
 
-def some_tokens(device, T=256):
-    ids = torch.randint(0, 512, (2, T + 1), generator=torch.Generator().manual_seed(1)).to(device)
+def some_tokens(device, T=256, seed=1):
+    ids = torch.randint(0, 512, (2, T + 1), generator=torch.Generator().manual_seed(seed)).to(device)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
@@ -578,8 +578,26 @@ def test_a_constant_that_is_compiled_in_would_be_seen():
 SMALL = dict(sequence_len=48, n_head=2, n_kv_head=1, n_embd=64)  # the interpreter is slow
 
 
+BATCHES = 8 if DEVICE.type == "cuda" else 1  # in bfloat16 the error of the few λs' gradients is chance: over several batches it is not
+
+
+def relative_errors(ours, exact):
+    """{parameter: ‖ours - exact‖ / ‖exact‖} over all batches, those of fewer than 100 numbers taken together as `scalars`.
+
+    ours, exact: a {parameter: gradient} for each batch.
+    """
+    names = {n: n if g.numel() >= 100 else "scalars" for n, g in exact[0].items()}
+    errors, sizes = dict.fromkeys(names.values(), 0.0), dict.fromkeys(names.values(), 0.0)
+    for mine, theirs in zip(ours, exact):
+        for n, name in names.items():
+            errors[name] += (mine[n] - theirs[n]).double().square().sum().item()
+            sizes[name] += theirs[n].double().square().sum().item()
+    return {name: (errors[name] / max(sizes[name], 1e-24)) ** 0.5 for name in errors}
+
+
 def losses_and_gradients(monkeypatch, fused, attention, device, autocast=True):
-    """(mean loss, losses of all tokens, gradients) of one small model; `c_proj` starts at zero, which would hide what is before it."""
+    """(mean loss, losses of all tokens, gradients of each batch) of one small model; `c_proj` starts at zero, which would hide what is
+    before it. The losses are the first batch's."""
     monkeypatch.setattr(train, "FUSED", fused)
     monkeypatch.setattr(train, "ATTENTION", attention)
     model = small_model(device, **SMALL)
@@ -590,13 +608,17 @@ def losses_and_gradients(monkeypatch, fused, attention, device, autocast=True):
                 p.copy_(torch.randn(p.shape, generator=generator) * 0.02)
         if not autocast:
             model.float()
-    x, y = some_tokens(device, T=SMALL["sequence_len"])
-    with machine.autocast(device) if autocast else contextlib.nullcontext():
-        loss = model(x, y)
-        with torch.no_grad():
-            each = model(x, y, reduction="none")
-    loss.backward()
-    return loss.item(), each, {n: p.grad.float() for n, p in model.named_parameters()}
+    losses, gradients = [], []
+    for batch in range(BATCHES):
+        x, y = some_tokens(device, T=SMALL["sequence_len"], seed=1 + batch)
+        with machine.autocast(device) if autocast else contextlib.nullcontext():
+            losses.append(model(x, y))
+            with torch.no_grad():
+                each = model(x, y, reduction="none") if batch == 0 else each
+        losses[-1].backward()
+        gradients.append({n: p.grad.float() for n, p in model.named_parameters()})
+        model.zero_grad()
+    return losses[0].item(), each, gradients
 
 
 def test_fused_and_plain_agree(monkeypatch):
@@ -608,9 +630,8 @@ def test_fused_and_plain_agree(monkeypatch):
     assert ours[0] == pytest.approx(exact[0], abs=5e-3 if low else 2e-6)
     assert exact[1].shape == ours[1].shape == plain[1].shape
     assert (ours[1] - exact[1]).abs().max() <= max(2 * (plain[1] - exact[1]).abs().max(), 1e-5)
-    for n, g in exact[2].items():
-        error, allowed = ((other[2][n] - g).norm() / g.norm().clamp_min(1e-12) for other in (ours, plain))
-        assert error <= max(3 * allowed, 1e-4), n
+    errors, allowed = (relative_errors(other[2], exact[2]) for other in (ours, plain))
+    assert {n: e for n, e in errors.items() if e > max(3 * allowed[n], 1e-4)} == {}
 
 
 def test_fused_bfloat16_gradients_are_as_exact_as_plain_ones(monkeypatch):
@@ -629,31 +650,32 @@ def test_fused_bfloat16_gradients_are_as_exact_as_plain_ones(monkeypatch):
             model.transformer.wte.bfloat16(), model.value_embeds.bfloat16()  # as on a GPU
         return model
 
-    def gradients(model, x, y, dtype):
-        with torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            model(x, y).backward()
-        return {n: p.grad.double() for n, p in model.named_parameters()}
+    def gradients(model, dtype):
+        found = []
+        for batch in range(BATCHES):
+            with torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+                model(*some_tokens(DEVICE, T=SMALL["sequence_len"], seed=1 + batch)).backward()
+            found.append({n: p.grad.double() for n, p in model.named_parameters()})
+            model.zero_grad()
+        return found
 
-    x, y = some_tokens(DEVICE, T=SMALL["sequence_len"])
     monkeypatch.setattr(train, "FUSED", False)
     monkeypatch.setattr(train, "ATTENTION", "sdpa")
     reference = model().double()
     reference.cos, reference.sin = reference.cos.double(), reference.sin.double()
-    exact = gradients(reference, x, y, torch.float64)
-    plain = gradients(model(), x, y, torch.bfloat16)
+    exact = gradients(reference, torch.float64)
+    plain = gradients(model(), torch.bfloat16)
     monkeypatch.setattr(train, "FUSED", True)
     monkeypatch.setattr(train, "ATTENTION", "kernels")
-    ours = gradients(model(), x, y, torch.bfloat16)
-    errors, along = [], []
-    for n, g in exact.items():
-        mine, theirs = (other[n] - g for other in (ours, plain))
-        errors.append(((mine.norm() / g.norm()).item(), (theirs.norm() / g.norm()).item()))
-        assert errors[-1][0] <= 1.5 * errors[-1][1], (n, errors[-1])
-        if g.numel() > 1000:  # a handful of numbers leans somewhere by chance
-            along.append(((mine * g).sum() / g.square().sum()).item())
-    mine, theirs = (sum(e) for e in zip(*errors))
-    print(f"the distance of all gradients from float64's, ours over plain: {mine / theirs:.2f}")
-    assert mine <= 1.1 * theirs
+    ours = gradients(model(), torch.bfloat16)
+    mine, theirs = (relative_errors(other, exact) for other in (ours, plain))
+    # By the numbers of two batches' λs 1.5 would be a throw of dice: the ratio of two such errors goes by chance beyond it one time in four.
+    assert {n: e for n, e in mine.items() if e > (3 if n == "scalars" else 1.5) * theirs[n]} == {}
+    print(f"the distance of all gradients from float64's, ours over plain: {sum(mine.values()) / sum(theirs.values()):.2f}")
+    assert sum(mine.values()) <= 1.1 * sum(theirs.values())
+    along = [  # of more than a handful of numbers, which lean somewhere by chance
+        (((our[n] - g) * g).sum() / g.square().sum()).item() for our, all_ in zip(ours, exact) for n, g in all_.items() if g.numel() > 1000
+    ]
     assert abs(sum(along) / len(along)) <= 1.5e-3
 
 
@@ -666,7 +688,7 @@ def test_a_block_may_leave_no_update(monkeypatch, fused):
     monkeypatch.setattr(train, "FUSED", fused)
     forward = train.Block.forward
     model, (x, y) = small_model(DEVICE, **SMALL, n_layer=2), some_tokens(DEVICE, T=SMALL["sequence_len"])
-    with torch.no_grad():
+    with torch.no_grad(), machine.autocast(DEVICE):
         for block in model.transformer.h:
             block.mlp.c_proj.weight.normal_(std=0.05)
         expected = model(x, y)
@@ -685,9 +707,8 @@ def test_each_step_alone_in_plain_pytorch(monkeypatch):
             f = getattr(train, step)
             edit.setattr(train, step, FunctionType(f.__code__, {**vars(train), "FUSED": False}))
             ours = losses_and_gradients(edit, True, "kernels", DEVICE)[2]
-        for n, g in exact.items():
-            error, allowed = ((other[n] - g).norm() / g.norm().clamp_min(1e-12) for other in (ours, plain))
-            assert error <= max(3 * allowed, 1e-4), (step, n)
+        errors, allowed = (relative_errors(other, exact) for other in (ours, plain))
+        assert {n: e for n, e in errors.items() if e > max(3 * allowed[n], 1e-4)} == {}, step
 
 
 def test_plain_steps_keep_the_dtype_where_autocast_norms_in_float32(monkeypatch):
