@@ -134,6 +134,31 @@ def first_candidates(request, monkeypatch):
             monkeypatch.setattr(tuner, "configs", tuner.configs[:1])
 
 
+@pytest.fixture(autouse=True)
+def gpu_memory(request, tmp_path_factory):
+    """The GPU's memory among several processes: tests marked `memory` run one at a time, and what any test held is given back."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    mark = request.node.get_closest_marker("memory")
+    if not mark:
+        yield
+    else:
+        (gib,) = mark.args
+        base = tmp_path_factory.getbasetemp()
+        with open((base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "gpu memory.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (free := torch.cuda.mem_get_info()[0] / 2**30) < gib:
+                pytest.skip(f"needs {gib} GiB of GPU memory, and {free:.0f} are free")
+            torch.cuda.reset_peak_memory_stats()
+            yield
+            most = torch.cuda.max_memory_allocated() / 2**30
+            torch.cuda.empty_cache()
+        assert most <= gib, f"needs {most:.1f} GiB: mark it so"
+    if torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def device():
     return "cuda" if torch.cuda.is_available() else "cpu"

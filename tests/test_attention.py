@@ -542,6 +542,7 @@ def test_every_cuda_candidate(device, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.memory(16)
 def test_more_than_2_31_elements(device):
     buffer = torch.randn(2**31 + 2**20, device=device, dtype=torch.bfloat16)
     views = [buffer.as_strided((2, 100, 2, 64), (2**31, 128, 64, 1), offset) for offset in (0, 2**18, 2**19)]

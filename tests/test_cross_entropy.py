@@ -460,6 +460,7 @@ def test_real_vocabularies(vocab, dtype, device, poison_empty):
 
 
 @pytest.mark.gpu
+@pytest.mark.memory(24)
 def test_more_than_two_to_the_31_elements(device):
     rows, vocab = 2**31 // 8192 + 5, 8192
     logits = torch.zeros(rows, vocab, device=device, dtype=torch.bfloat16)

@@ -206,6 +206,7 @@ def test_real_sizes(name, shape, device, poison_empty):
 
 
 @pytest.mark.gpu
+@pytest.mark.memory(24)
 def test_more_than_two_billion_elements(device):
     x = torch.randn(2**31 + 4096 + 24, device=device, dtype=torch.bfloat16)
     assert torch.equal(relu_squared(x)[-5000:], relu_squared(x[-5000:].clone()))

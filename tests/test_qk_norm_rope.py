@@ -188,6 +188,7 @@ def test_real_sizes(shape, device, poison_empty):
 
 
 @pytest.mark.gpu
+@pytest.mark.memory(24)
 def test_more_than_two_billion_elements(device):
     q = torch.ones(1 + 2**31 // (2048 * 32 * 128), 2048, 32, 128, device=device, dtype=torch.bfloat16)
     q[-1] = torch.randn(2048, 32, 128, device=device)

@@ -340,6 +340,7 @@ def test_runs_on_the_device_of_its_input():
 
 
 @pytest.mark.gpu
+@pytest.mark.memory(24)
 def test_more_than_two_billion_elements(device):
     packed = list(arguments(1, 2048, 8, 4, 128, torch.bfloat16, device))
     last, width = packed[0], packed[0].shape[-1]

@@ -249,6 +249,7 @@ def test_any_shape_and_strides(device, data):
 
 
 @pytest.mark.gpu
+@pytest.mark.memory(16)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(
     "shape", [(262144, 512), (32768, 128), (8192, 2048), (2048, 4096), (4096, 5120), (1024, 8192), (256, 65536)], ids=str
@@ -261,6 +262,7 @@ def test_real_sizes(shape, weighted, device, poison_empty):
 
 
 @pytest.mark.gpu
+@pytest.mark.memory(24)
 def test_more_than_two_billion_elements(device):
     x = torch.ones(2**31 // 512 + 64, 512, device=device, dtype=torch.bfloat16)
     x[-1] = torch.randn(512, device=device)

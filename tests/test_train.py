@@ -608,7 +608,7 @@ def losses_and_gradients(monkeypatch, fused, attention, device, autocast=True):
                 p.copy_(torch.randn(p.shape, generator=generator) * 0.02)
         if not autocast:
             model.float()
-    losses, gradients = [], []
+    losses, gradients, each = [], [], None
     for batch in range(BATCHES):
         x, y = some_tokens(device, T=SMALL["sequence_len"], seed=1 + batch)
         with machine.autocast(device) if autocast else contextlib.nullcontext():
@@ -669,7 +669,7 @@ def test_fused_bfloat16_gradients_are_as_exact_as_plain_ones(monkeypatch):
     monkeypatch.setattr(train, "ATTENTION", "kernels")
     ours = gradients(model(), torch.bfloat16)
     mine, theirs = (relative_errors(other, exact) for other in (ours, plain))
-    # By the numbers of two batches' λs 1.5 would be a throw of dice: the ratio of two such errors goes by chance beyond it one time in four.
+    # For the few λs of a batch 1.5 would be a throw of dice: by chance one ratio of two such errors in four is beyond it.
     assert {n: e for n, e in mine.items() if e > (3 if n == "scalars" else 1.5) * theirs[n]} == {}
     print(f"the distance of all gradients from float64's, ours over plain: {sum(mine.values()) / sum(theirs.values()):.2f}")
     assert sum(mine.values()) <= 1.1 * sum(theirs.values())
