@@ -54,6 +54,13 @@ def choose_attention(asked, windows, shape, device, kernels=True):
 
 
 def _fastest_attention(windows, shape, device, candidates):
+    best = fastest_names(windows, shape, device, candidates)
+    chosen = {window: ATTENTION[name](window, shape[1], device) for window, name in best.items()}
+    return chosen, ", ".join(f"{name} up to {window}" for window, name in best.items())
+
+
+def fastest_names(windows, shape, device, candidates):
+    """{window: candidate}, by window, of those that are right here; said in a line for each."""
     times = {}  # window → {candidate: milliseconds}
     for window, tried in zip(sorted(windows), _findings("attention", sorted(windows), shape, candidates, device)):
         times[window] = _usable(tried, f"Attention up to {window} by")
@@ -63,8 +70,34 @@ def _fastest_attention(windows, shape, device, candidates):
     for window, name in best.items():
         milliseconds = ", ".join(f"{n} {t:.2f}" for n, t in sorted(times[window].items(), key=lambda item: item[1]))
         print(f"Attention up to {window} by {name}; forward and backward in ms: {milliseconds}")
-    chosen = {window: ATTENTION[name](window, shape[1], device) for window, name in best.items()}
-    return chosen, ", ".join(f"{name} up to {window}" for window, name in best.items())
+    return best
+
+
+class Chosen:
+    """What kernels.Fusion asks while a model is compiled, answered by what is fastest here."""
+
+    def __init__(self):
+        self.found = {}  # (window, shape, candidates) → candidate
+
+    def attention(self, cases):
+        """cases: (window or None, (B, T, n_head, n_kv_head, head_dim), bounded, device). Returns what computes each, as kernels.Fusion
+        names it. Scores that are not bounded are our kernel's too, in its other form."""
+        groups = {}
+        for window, shape, bounded, device in cases:
+            ours = "kernels" if bounded else "kernels for any scores"
+            groups.setdefault((shape, device, ours), set()).add(shape[1] if window is None else window)
+        for (shape, device, ours), windows in groups.items():
+            for window, name in fastest_names(windows, shape, device, (ours, "flash", "sdpa")).items():
+                self.found[window, shape, ours] = name
+        keys = ((shape[1] if w is None else w, shape, "kernels" if bounded else "kernels for any scores") for w, shape, bounded, _ in cases)
+        return [self.found[key].removesuffix(" for any scores") for key in keys]
+
+    def products(self, shapes, rows, device):
+        choose_weight_gradients(shapes, rows, device)
+
+    def names(self):
+        """ "kernels up to 1024, sdpa up to 2048"."""
+        return ", ".join(dict.fromkeys(f"{name} up to {window}" for (window, *_), name in sorted(self.found.items()))) or "none"
 
 
 def _best_together(times, shape, device):

@@ -82,16 +82,17 @@ def flash(window, T, device):
     return attend
 
 
-def fused(window, T, device):
-    """This project's kernel. Its scores must stay within ±60: q and k are normed (and random ones, of a check, are far below)."""
+def fused(window, T, device, bounded=True):
+    """This project's kernel. Bounded, its scores must stay within ±60: q and k are normed (and random ones, of a check, are far below)."""
     try:
         import kernels
     except ModuleNotFoundError as e:
         raise NoneUsable(f"attention by kernels: not available ({e})") from None
-    return lambda q, k, v: kernels.flash_attention(q, k, v, window=None if window >= q.size(1) - 1 else window, bounded=True)
+    return lambda q, k, v: kernels.flash_attention(q, k, v, window=None if window >= q.size(1) - 1 else window, bounded=bounded)
 
 
-ATTENTION = {"kernels": fused, "flash": flash, "flex": flex, "sdpa": sdpa}
+any_scores = functools.partial(fused, bounded=False)
+ATTENTION = {"kernels": fused, "kernels for any scores": any_scores, "flash": flash, "flex": flex, "sdpa": sdpa}
 
 
 def _forward_backward(attend, q, k, v, dy):

@@ -3,6 +3,7 @@
 from . import layers
 from .attention import flash_attention, flash_attention_ref
 from .cross_entropy import linear_softcap_cross_entropy, linear_softcap_cross_entropy_ref, softcap_cross_entropy, softcap_cross_entropy_ref
+from .fusion import Fusion, explain, fuse
 from .gated import geglu, geglu_chunked, geglu_chunked_ref, geglu_ref, relu_squared, relu_squared_ref, swiglu, swiglu_ref
 from .linear import WEIGHT_GRADIENT, linear, linear_ref
 from .mlp import add_norm_mlp, add_norm_mlp_ref

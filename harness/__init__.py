@@ -1,0 +1,1 @@
+"""What train.py stands on and an experiment does not change."""

@@ -1,0 +1,189 @@
+"""torch.compile(model, backend=fuse): this package's kernels wherever a model's plain PyTorch computes what they do.
+
+    import kernels
+    model.compile(backend=kernels.fuse)          # any model; what is left goes to torch's own compiler
+    print(kernels.explain(model, x, y))          # what was fused, what was not and why, by line
+
+What torch.compile captures is read in one spelling (_graph.py), the rules (_rules.py) put operations in the place of what they compute, and
+each new graph is run once against its original (_proof.py). A graph that is not the same is left as it was, and so is one that writes into
+tensors or switches gradients or autocast, whose operations depend on when they are run.
+"""
+
+import collections
+import copy
+import hashlib
+import os
+
+import torch
+
+from . import _proof, _rules
+from ._graph import kind, op, same, sort, stateful, value, where, without_in_place_sums
+from ._proof import REFERENCES
+
+
+def _sources():
+    """What compiled code depends on beside its graph: this package's own text."""
+    folder, digest = os.path.dirname(os.path.abspath(__file__)), hashlib.sha256()
+    for name in sorted(os.listdir(folder)):
+        if name.endswith(".py"):
+            with open(os.path.join(folder, name), "rb") as f:
+                digest.update(f.read())
+    return digest.hexdigest()
+
+
+class Graph:
+    """What was done with one captured graph."""
+
+    def __init__(self):
+        self.fused = []  # (name, (file, line, text) of its last operation)
+        self.left = []  # (name of the operation, where, reason or None)
+        self.rejected = None  # why the whole graph is as it was captured
+
+
+class Fusion:
+    """A backend for torch.compile.
+
+    attention: what computes attention, for a list of cases (window or None, (B, T, n_head, n_kv_head, head_dim), bounded, device) a list
+        of "kernels", "flash" (torch's flash operator) or "sdpa" (torch's own choice); None: the kernels. bounded: q and k are normed, so
+        that no score leaves ±60.
+    products: told of the weights' products before they are used, by `([(out, in)], rows, device)`; None: nobody is.
+    backend: the name of torch's backend that compiles what comes out.
+    """
+
+    def __init__(self, attention=None, products=None, backend="inductor"):
+        self.attention, self.products, self.backend = attention, products, backend
+        self.graphs = []
+
+    def __call__(self, gm, example_inputs):
+        graph = Graph()
+        self.graphs.append(graph)
+        gm = _fused(gm, example_inputs, self, graph)
+        if self.backend == "inductor":
+            _prepare_inductor()
+        return torch._dynamo.lookup_backend(self.backend)(gm, example_inputs)
+
+    def report(self):
+        """Lines for people: what was fused where, what was left and why."""
+        return report(self.graphs)
+
+
+def _fused(gm, example_inputs, fusion, graph):
+    """The graph with this package's operations in it, or as it was; `graph` learns which and why."""
+    fake = next((v for n in gm.graph.nodes if isinstance(v := value(n), torch._subclasses.FakeTensor)), None)
+    if fake is None:
+        return gm
+    original = gm
+    gm = torch.fx.GraphModule(original, copy.deepcopy(original.graph))
+    without_in_place_sums(gm.graph)
+    if bad := next(filter(stateful, gm.graph.nodes), None):
+        graph.rejected = f"{_name(bad)}{_at(where(bad))} writes into a tensor or switches gradients or autocast"
+        return original
+    for n in list(gm.graph.nodes):
+        if same(n):  # so that readers of a tensor are readers of one node
+            n.replace_all_uses_with(n.args[0])
+            gm.graph.erase_node(n)
+    rw = _rules.Rewriter(gm.graph, fake.fake_mode, fusion.attention)
+    for rule in _rules.RULES:
+        nodes = list(gm.graph.nodes)
+        rw.position = {n: i for i, n in enumerate(nodes)}
+        for n in nodes:
+            if not n.op.startswith("call") or not n.users:
+                continue
+            try:
+                name = rule(rw, n)
+            except ValueError as e:  # an operation refuses these shapes or dtypes
+                rw.reasons.setdefault(n, " ".join(str(e).split())[:160])
+                continue
+            if name:
+                graph.fused.append((name, where(n)))
+        sort(gm.graph)
+        gm.graph.eliminate_dead_code()
+    gm.graph.lint()
+    gm.recompile()
+    if graph.fused and (wrong := _proof.difference(original, gm, example_inputs)):
+        graph.rejected, graph.fused = f"the fused graph is not the same: {wrong}", []
+        return original
+    for device, found in _rules.products(gm.graph).items() if fusion.products else ():
+        for rows in sorted({rows for *_, rows in found}):
+            fusion.products([(out, in_) for out, in_, r in sorted(found) if r == rows], rows, device)
+    for n in gm.graph.nodes:
+        if n.op.startswith("call") and n not in rw.made and n.users:
+            graph.left.append((_name(n), where(n), rw.reasons.get(n) or _rules.unfused(n)))
+    return gm
+
+
+def _prepare_inductor():
+    """Let what is compiled be found again by the next process, as long as this package's text is the same.
+
+    Before torch 2.13 Inductor forms, for a log, the text of all that an operator of ours reads, and of all that this was computed from: for
+    a whole model that takes longer than anybody waits.
+    """
+    import torch._inductor.config as config
+    import torch._inductor.exc
+
+    if torch.__version__ < "2.13":
+        torch._inductor.exc.OperatorIssue.operator_str = staticmethod(lambda target, args, kwargs: f"target: {target}")
+    key = _sources()
+    marks = {f"{f.__module__}.{f.__qualname__}": key for f in REFERENCES if getattr(f, "__module__", "").startswith(__package__)}
+    config.unsafe_marked_cacheable_functions = {**config.unsafe_marked_cacheable_functions, **marks}
+
+
+# ---- words -------------------------------------------------------------------------------------------------------------------------------
+
+
+def _name(n):
+    return op(n) or kind(n) or (n.target if isinstance(n.target, str) else getattr(n.target, "__name__", str(n.target)))
+
+
+def _at(place):
+    return f" ({os.path.basename(place[0])}:{place[1]})" if place else ""
+
+
+def _lines(places):
+    """ "train.py:84, 97" of some places."""
+    files = collections.defaultdict(set)
+    for place in places:
+        if place:
+            files[os.path.basename(place[0])].add(place[1])
+    return ", ".join(f"{file}:{', '.join(map(str, sorted(lines)))}" for file, lines in sorted(files.items()))
+
+
+def report(graphs):
+    lines = []
+    fused, left, reasons = collections.defaultdict(list), collections.defaultdict(list), {}
+    for graph in graphs:
+        if graph.rejected:
+            lines.append(f"Not fused: {graph.rejected}")
+        for name, place in graph.fused:
+            fused[name].append(place)
+        for name, place, reason in graph.left:
+            if reason:
+                reasons.setdefault((name, reason), []).append(place)
+            elif kind_of_left(name):
+                left[name].append(place)
+    for name, places in fused.items():
+        lines.append(f"Fused: {name} × {len(places)} ({_lines(places)})")
+    for (name, reason), places in reasons.items():
+        lines.append(f"Not fused: {name} ({_lines(places)}): {reason}")
+    if left:
+        lines.append("Left to torch.compile: " + "; ".join(f"{name} ({_lines(places)})" for name, places in sorted(left.items())))
+    return lines
+
+
+def kind_of_left(name):
+    """Whether an operation computes: views and parts cost nothing."""
+    return name not in ("item", "getitem", "shape", "transpose", "split", "chunk")
+
+
+fuse = Fusion()
+
+
+def explain(model, *inputs, **keywords):
+    """What `fuse` does with a model that is called with these inputs, as text: what is fused, what is not and why, by line.
+
+    The model is run once, forward, without compiling what comes out; it stays as it was.
+    """
+    fusion = Fusion(backend="eager")
+    torch._dynamo.reset()
+    torch.compile(model, backend=fusion, dynamic=False)(*inputs, **keywords)
+    return "\n".join(fusion.report())
