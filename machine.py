@@ -4,9 +4,7 @@ import contextlib
 import math
 import os
 import resource
-import shutil
 import sys
-import sysconfig
 import time
 
 import torch
@@ -157,23 +155,6 @@ def sensors(device):
     except AttributeError:  # an older torch
         pci = None
     return telemetry.Sampler("amd" if torch.version.hip else "nvidia", pci)
-
-
-def can_compile(device):
-    """Whether torch.compile can generate code here; if not, a line says what is missing."""
-    if device.type == "cuda":
-        return True  # by Triton; run.sh has made sure of what that needs
-    compiler = next(filter(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++")), None)
-    missing = None
-    if not compiler:
-        missing = "No C++ compiler"
-    elif not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
-        missing = "No Python.h"
-    elif len(torch.__file__.split()) > 1:
-        missing = "torch lies in a path with a space, which it does not quote for the compiler (run.sh avoids it)"
-    if missing:
-        print(f"{missing}: the model runs uncompiled, slower")
-    return not missing
 
 
 def synchronize(device):

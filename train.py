@@ -214,7 +214,8 @@ class GPT(nn.Module):
             if count != 1:
                 have = f"{name} {tuple(p.shape)} is in {count} groups of setup_optimizer and must be in one"
                 fail(f"{have}: Muon's have all matrices of the blocks (`matrices`), AdamW's the rest")
-        optimizer = MuonAdamW(groups)
+        # In bfloat16 as upstream on a GPU; a CPU without bfloat16 units takes 7 times as long for that as for float32.
+        optimizer = MuonAdamW(groups, torch.bfloat16 if self.lm_head.weight.is_cuda else torch.float32)
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         return optimizer
@@ -296,8 +297,9 @@ def muon_step(params, grads, momentum_buffer, second_momentum_buffer, momentum, 
 class MuonAdamW(torch.optim.Optimizer):
     """Groups of `kind` "adamw" (lr, betas, eps, weight_decay) and "muon" (matrices of one shape; momentum, ns_steps, beta2 and so on)."""
 
-    def __init__(self, param_groups):
+    def __init__(self, param_groups, dtype):
         super().__init__(param_groups, defaults={})
+        self._dtype = dtype  # of Muon's products
         names = ("step", "lr", "beta1", "beta2", "eps", "weight_decay", "momentum")
         self._scalars = {name: torch.zeros((), dtype=torch.float32) for name in names}
 
@@ -350,8 +352,7 @@ class MuonAdamW(torch.optim.Optimizer):
             **scalars,
             ns_steps=group["ns_steps"],
             red_dim=red_dim,
-            # In bfloat16 as upstream on a GPU; a CPU without bfloat16 units takes 7 times as long for that as for float32.
-            dtype=torch.bfloat16 if stacked.is_cuda else torch.float32,
+            dtype=self._dtype,
         )
         torch._foreach_copy_(params, list(stacked.unbind(0)))
 

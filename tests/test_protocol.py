@@ -20,13 +20,6 @@ MODEL = json.loads((GOLDEN / "golden_model.json").read_text())
 MUON = json.loads((GOLDEN / "golden_muon.json").read_text())
 
 
-@pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch):
-    """The golden values are float32 on a CPU, and so are the models here, whatever else the machine has."""
-    monkeypatch.setattr(train, "FUSED", False)
-    monkeypatch.setattr(train, "GRAPH", False)
-
-
 @pytest.fixture
 def tokenizer(golden, monkeypatch):
     monkeypatch.setattr(prepare, "DATASET", golden)
@@ -186,7 +179,6 @@ def golden_model(**changes):
     config = train.GPTConfig(**{**MODEL["config"], **changes})
     model = train.GPT(config)
     model.init_weights()
-    model.choose_backends(2)
     with torch.no_grad():
         for k, name in enumerate(sorted(MODEL["parameters"])):
             parameter = model.get_parameter(name)
@@ -253,15 +245,19 @@ def test_the_benchmarks_reference_is_upstream(monkeypatch):
             prepare.check_model(reference, x, y.clamp_min(0), reference(x, y.clamp_min(0), reduction="none"))
 
 
-def test_full_attention_ignores_the_windows(monkeypatch):
-    """ "full" is the published port's recipe: another function than the windowed one, equal to a pattern of long windows."""
+def test_windows_are_another_function_than_the_whole_context():
     x, y = golden_batch()
-    windowed = golden_model()(x, y)
-    monkeypatch.setattr(train, "ATTENTION", "full")
-    full = golden_model()(x, y)
-    monkeypatch.setattr(train, "ATTENTION", "auto")
-    assert full.item() == pytest.approx(golden_model(window_pattern="L")(x, y).item(), abs=1e-6)
-    assert abs(full.item() - windowed.item()) > 1e-4
+    windowed, whole = (golden_model(window_pattern=pattern)(x, y).item() for pattern in ("SL", "L"))
+    assert abs(whole - windowed) > 1e-4
+
+
+@pytest.mark.parametrize("window", [0, 3, 7, 8])
+def test_attention_sees_the_keys_of_the_protocol(window):
+    """Query i sees keys i - window … i: by values that say which key they are of."""
+    q, k = torch.zeros(1, 8, 2, 8), torch.zeros(1, 8, 1, 8)
+    v = torch.eye(8).view(1, 8, 1, 8)
+    seen = train.attention(q, k, v, window)[0, :, 1] > 0
+    assert [[j for j in range(8) if seen[i, j]] for i in range(8)] == [[j for j in range(8) if i - window <= j <= i] for i in range(8)]
 
 
 def test_window_sees_the_keys_of_the_protocol():
@@ -274,7 +270,6 @@ def test_initialization():
     config = train.GPTConfig(sequence_len=64, vocab_size=512, n_layer=4, n_head=2, n_kv_head=2, n_embd=256)
     model = train.GPT(config)
     model.init_weights()
-    model.choose_backends(2)
     s = (3 / 256) ** 0.5
     for name, parameter in model.named_parameters():
         if name.endswith("c_proj.weight") or "ve_gate" in name:
@@ -336,7 +331,7 @@ def muon_steps(i, dtype):
     params = [torch.nn.Parameter(0.1 * draws(100 + 10 * i + j, size).view(shape)) for j in range(2)]
     before, every = torch.stack([p.detach().clone() for p in params]), []
     group = dict(kind="muon", params=params, lr=0.04, momentum=0.95, ns_steps=5, beta2=0.95, weight_decay=0.2)
-    optimizer = train.MuonAdamW([group], compiled=False, dtype=dtype)
+    optimizer = train.MuonAdamW([group], dtype=dtype)
     for t in range(3):
         group = optimizer.param_groups[0]
         group.update(lr=0.04 * (1, 0.9, 0.5)[t], momentum=(0.85, 0.9, 0.95)[t], weight_decay=0.2 * (1 - t / 3))
@@ -414,7 +409,7 @@ def test_adamw_against_torch():
     torch.manual_seed(0)
     ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 24).view(4, 6)) for _ in range(2))
     group = dict(kind="adamw", params=[ours], lr=0.1, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.3)
-    optimizer = train.MuonAdamW([group], compiled=False, dtype=torch.float32)
+    optimizer = train.MuonAdamW([group], dtype=torch.float32)
     reference = torch.optim.AdamW([theirs], lr=0.1, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.3)
     for _ in range(5):
         ours.grad = torch.randn(4, 6)

@@ -6,11 +6,12 @@ import io
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ from checkout import NO_GPU
 from conftest import PROJECT, called_once
 from interpreter import needs_interpreter
 
+import kernels
 import machine
 import prepare
 import train
+from harness import run as harness
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SUMMARY = (
@@ -45,7 +48,7 @@ def clone(folder, **edits):
     assert all(re.search(rf"^{name} = ", source, re.M) for name in edits) and source.count(end) == 1
     source = source.replace(end, "".join(f"\n{name} = {value}" for name, value in edits.items()) + end)
     (folder / "train.py").write_text(source)
-    for name in ("prepare.py", "machine.py", "telemetry.py", "backends.py", "candidates.py", "child.py", "kernels"):
+    for name in ("prepare.py", "machine.py", "telemetry.py", "backends.py", "candidates.py", "child.py", "kernels", "harness"):
         if not (folder / name).exists():
             (folder / name).symlink_to(PROJECT / name)
     return folder
@@ -61,8 +64,6 @@ def run(folder, *args, **environment):
 def no_gpu(monkeypatch):
     """As on a machine without a GPU, in this process."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(train, "FUSED", False)
-    monkeypatch.setattr(train, "GRAPH", False)
 
 
 def summary(stdout):
@@ -75,9 +76,11 @@ def finished(demo, tmp_path_factory):
     """A short demonstration, whole: trained, saved, evaluated, kept."""
 
     def call(folder):
-        source, lines = (clone(folder) / "train.py").read_text(), "machine.Progress()"
+        (clone(folder) / "harness").unlink()
+        shutil.copytree(PROJECT / "harness", folder / "harness")
+        source, lines = (folder / "harness/run.py").read_text(), "machine.Progress()"
         assert source.count(lines) == 1
-        (folder / "train.py").write_text(source.replace(lines, "machine.Progress(every=0.5)"))
+        (folder / "harness/run.py").write_text(source.replace(lines, "machine.Progress(every=0.5)"))
         return run(folder, "--keep", AUTORESEARCH_TIME_BUDGET="3", AUTORESEARCH_SEED="7", GPU_BF16_PEAK_FLOPS="1e12")
 
     return called_once(tmp_path_factory, "a finished run", call)
@@ -114,6 +117,10 @@ def test_kept_model_evaluates_to_the_same_number(finished):
     assert other_budget.returncode == 1 and "the number would not compare" in other_budget.stderr
 
 
+def load(path):
+    return harness.load(str(path), train.GPT, train.model_config(512), torch.device("cpu"), machine.file_digest(train.__file__))
+
+
 def test_evaluating_what_is_no_model(finished, no_gpu, tmp_path, capsys):
     folder, _ = finished
     (tmp_path / "noise.pt").write_bytes(b"not a model")
@@ -125,7 +132,7 @@ def test_evaluating_what_is_no_model(finished, no_gpu, tmp_path, capsys):
     }
     for name, message in says.items():
         with pytest.raises(SystemExit) as ended:
-            train.load_model(str(tmp_path / name), torch.device("cpu"))
+            load(tmp_path / name)
         error = capsys.readouterr().err
         assert ended.value.code == 1 and message in error and len(error.splitlines()) == 1, error
     done = run(folder, "--evaluate", str(tmp_path / "noise.pt"))
@@ -141,7 +148,7 @@ def test_a_saved_model_is_data(no_gpu, tmp_path):
 
     torch.save({"config": {}, "model": Payload(), "facts": {}}, tmp_path / "model.pt")
     with pytest.raises(SystemExit):
-        train.load_model(str(tmp_path / "model.pt"), torch.device("cpu"))
+        load(tmp_path / "model.pt")
     assert not (tmp_path / "executed").exists()
 
 
@@ -150,7 +157,7 @@ def test_evaluation_that_crashes_costs_no_training(demo, tmp_path):
     folder = clone(tmp_path, **TINY)
     source = (folder / "train.py").read_text()
     (folder / "train.py").write_text(
-        source.replace("val_bpb = evaluate_bpb(", "raise RuntimeError('the evaluation crashed')\n        val_bpb = evaluate_bpb(")
+        source.replace("T = idx.size(1)\n", "T = idx.size(1)\n        assert self.training, 'the evaluation crashed'\n")
     )
     crashed = run(folder, AUTORESEARCH_TIME_BUDGET="1")
     assert crashed.returncode != 0 and "the evaluation crashed" in crashed.stderr and (folder / "unevaluated.pt").exists()
@@ -195,19 +202,21 @@ def test_training_loop(demo, no_gpu, monkeypatch, capsys):
 
     ticks = iter(range(10**6))
     monkeypatch.setattr(optimizer, "step", recorded)
-    monkeypatch.setattr(train.time, "perf_counter", lambda: next(ticks))
-    monkeypatch.setattr(train, "TIME_BUDGET", 8)
-    monkeypatch.setattr(train, "DEVICE_BATCH_SIZE", 2)
-    monkeypatch.setattr(train, "TOTAL_BATCH_SIZE", 1024)
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(harness, "TIME_BUDGET", 8)
     tokenizer = prepare.Tokenizer.from_directory(demo.tokenizer_dir)
     monkeypatch.setattr(prepare, "DATASET", demo)
+    monkeypatch.setattr(train, "WEIGHT_DECAY", 0.2)
+    loader, told = prepare.make_dataloader(tokenizer, 2, 256, "train"), []
     try:
-        steps, seconds = train.train(model, optimizer, prepare.make_dataloader(tokenizer, 2, 256, "train"), torch.device("cpu"), 1e6, None)
+        cpu, told_once = torch.device("cpu"), lambda: told.append(len(seen))
+        found = harness.train(model, optimizer, train.schedule, loader, cpu, 1024, 2, 1e6, None, told=told_once)
         assert not gc.isenabled()
     finally:
         gc.unfreeze()
         gc.enable()
-    assert (steps, seconds) == (11 + 8, 8)
+    assert found == (11 + 8, 8, (11 + 8) * 1024) and told == [1]
+    steps = found[0]
     progress = [0.0] * 12 + [i / 8 for i in range(1, 8)]  # before each step
     expected = [(train.lr_multiplier(p), train.muon_momentum(i), 0.2 * (1 - p)) for i, p in enumerate(progress)]
     assert [pytest.approx(e) for e in expected] == seen
@@ -222,23 +231,18 @@ def test_training_loop(demo, no_gpu, monkeypatch, capsys):
 # --- failures: one line, an exit code, nothing lost ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("edits", "message"), [
-    (dict(TOTAL_BATCH_SIZE="96 * 256", DEVICE_BATCH_SIZE=36), "the nearest that work: DEVICE_BATCH_SIZE 32 or TOTAL_BATCH_SIZE 27648"),
-    (dict(ATTENTION="'flash'"), "by flash: not available"),
-])  # fmt: skip
-def test_sizes_that_do_not_fit_end_the_run(demo, tmp_path, edits, message):
-    done = run(clone(tmp_path, **edits))
+def test_sizes_that_do_not_fit_end_the_run(demo, tmp_path):
+    done = run(clone(tmp_path, TOTAL_BATCH_SIZE="96 * 256", DEVICE_BATCH_SIZE=36))
+    message = "the nearest that work: DEVICE_BATCH_SIZE 32 or TOTAL_BATCH_SIZE 27648"
     assert done.returncode == 1 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
 @pytest.mark.parametrize(("edits", "message"), [
-    (dict(TOTAL_BATCH_SIZE=100, DEVICE_BATCH_SIZE=1), "the nearest that work: TOTAL_BATCH_SIZE 256"),
     (dict(HEAD_DIM=31), "HEAD_DIM 31"),
-    (dict(DEVICE_BATCH_SIZE=0), "DEVICE_BATCH_SIZE 0 must be a whole number from 1"),
+    (dict(DEPTH=0), "DEPTH 0 must be a whole number from 1"),
     (dict(DEPTH=1, ASPECT_RATIO=16, HEAD_DIM=16), "makes n_embd 16"),
     (dict(WINDOW_PATTERN="SXL"), "WINDOW_PATTERN 'SXL'"),
     (dict(WINDOW_PATTERN=["S", "L"]), "WINDOW_PATTERN ['S', 'L'] must consist"),
-    (dict(ATTENTION="fast"), "ATTENTION 'fast'"),
 ])  # fmt: skip
 def test_sizes_that_do_not_fit(monkeypatch, capsys, edits, message):
     for name, value in edits.items():
@@ -249,24 +253,35 @@ def test_sizes_that_do_not_fit(monkeypatch, capsys, edits, message):
     assert ended.value.code == 1 and message in error and len(error.splitlines()) == 1
 
 
-def test_kernels_without_triton(demo, tmp_path):
-    """A bare CPU has no Triton; here a module of that name says so."""
-    folder = clone(tmp_path, ATTENTION="'kernels'")
+@pytest.mark.parametrize(("sizes", "message"), [
+    ((100, 1), "the nearest that work: TOTAL_BATCH_SIZE 256"),
+    ((4096, 0), "DEVICE_BATCH_SIZE 0 must be a whole number from 1"),
+    ((4096.0, 16), "TOTAL_BATCH_SIZE 4096.0 must be a whole number from 1"),
+])  # fmt: skip
+def test_batches_that_do_not_fit(demo, no_gpu, monkeypatch, capsys, sizes, message):
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    with pytest.raises(SystemExit) as ended:
+        harness.run(train.GPT, train.model_config, train.make_optimizer, train.schedule, *sizes)
+    error = capsys.readouterr().err
+    assert ended.value.code == 1 and message in error and len(error.splitlines()) == 1
+
+
+def test_a_cpu_needs_no_triton(demo, tmp_path):
+    """A bare CPU has none; here a module of that name says so."""
+    folder = clone(tmp_path, **TINY)
     (folder / "triton.py").write_text("raise ModuleNotFoundError(\"No module named 'triton'\", name='triton')")
-    done = run(folder)
-    assert done.returncode == 1 and "by kernels: not available (No module named 'triton')" in done.stderr, done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    done = run(folder, AUTORESEARCH_TIME_BUDGET="0.5")
+    assert done.returncode == 0 and "val_bpb:" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("value", ["nan", "1e4"])
 def test_divergence_ends_the_run(demo, tmp_path, value):
     folder = clone(tmp_path, **TINY)
     source = (folder / "train.py").read_text()
-    loss = "            loss = step_on(x, y)"
-    assert source.count(loss) == 1
-    (folder / "train.py").write_text(
-        source.replace(loss, loss + f"\n            loss = loss * 0 + float('{value}') if step == 2 else loss")
-    )
+    loss, rates = "return F.cross_entropy(", 'group["lr"] = group["initial_lr"] * lr_multiplier(progress)'
+    assert source.count(loss) == source.count(rates) == 1
+    source = source.replace(loss, f"return (float('{value}') if 'late' in globals() else 1) * F.cross_entropy(")
+    (folder / "train.py").write_text(source.replace(rates, f"globals().update({{'late': 1}} if step == 1 else {{}})\n        {rates}"))
     done = run(folder)
     assert done.returncode == 1 and "at step 2: the run diverged" in done.stderr and "---" not in done.stdout
 
@@ -274,7 +289,7 @@ def test_divergence_ends_the_run(demo, tmp_path, value):
 def test_out_of_memory_says_what_to_lower(demo, tmp_path):
     folder = clone(tmp_path)
     source = (folder / "train.py").read_text()
-    forward = "x, update = self.embed("
+    forward = "x = x0 = norm("
     assert source.count(forward) == 1
     (folder / "train.py").write_text(source.replace(forward, 'raise torch.OutOfMemoryError("CUDA out of memory")\n        ' + forward))
     done = run(folder)
@@ -483,34 +498,6 @@ def test_progress_on_a_terminal_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().out == "\rstep 1\x1b[K\rstep 2\x1b[K\n"
 
 
-@pytest.mark.parametrize("missing", ["No C++ compiler", "No Python.h", "torch lies in a path with a space"])
-def test_model_runs_uncompiled_without_a_compiler(no_gpu, monkeypatch, capsys, tmp_path, missing):
-    monkeypatch.setattr(train, "COMPILE", True)
-    if missing == "No Python.h":
-        monkeypatch.setattr(machine.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    monkeypatch.setattr(machine.shutil, "which", lambda name: None if missing == "No C++ compiler" else "/usr/bin/" + name)
-    if "space" in missing:
-        monkeypatch.setattr(torch, "__file__", "/home/a user/venv/torch/__init__.py")
-    model = small_model(torch.device("cpu"))
-    embed = model.embed
-    train.compile_model(model, torch.device("cpu"))
-    assert model.embed == embed and all(block._compiled_call_impl is None for block in model.transformer.h)
-    out = capsys.readouterr().out
-    assert missing in out and "the model runs uncompiled" in out
-
-
-@pytest.mark.parametrize("name", ["FUSED", "GRAPH"])
-def test_what_needs_a_gpu_is_refused_without_one(monkeypatch, capsys, name):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(train, "FUSED", False)
-    monkeypatch.setattr(train, "GRAPH", False)
-    assert train.model_config(512).vocab_size == 512
-    monkeypatch.setattr(train, name, True)
-    with pytest.raises(SystemExit):
-        train.model_config(512)
-    assert f"{name} True" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("n_kv_head", [0, 3, 8])
 def test_kv_heads_that_do_not_fit(no_gpu, capsys, n_kv_head):
     with pytest.raises(SystemExit):
@@ -524,7 +511,7 @@ def test_kv_heads_that_do_not_fit(no_gpu, capsys, n_kv_head):
 def small_model(device, **changes):
     config = dict(sequence_len=256, vocab_size=512, n_layer=4, n_head=4, n_kv_head=2, n_embd=128, window_pattern="SSSL") | changes
     torch.manual_seed(0)
-    return train.build_model(train.GPTConfig(**config), device)
+    return harness.build(train.GPT, train.GPTConfig(**config), device)
 
 
 def some_tokens(device, T=256, seed=1):
@@ -532,7 +519,7 @@ def some_tokens(device, T=256, seed=1):
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def test_no_recompilation_over_a_changing_schedule():
+def test_no_recompilation_over_a_changing_schedule(monkeypatch):
     """Model and both optimizer steps, traced without graph breaks; a hyperparameter that were compiled in would raise at its first change.
 
     On the CPU with a backend that traces and does not generate code: torch 2.13's own fails there on a matrix of one row.
@@ -541,9 +528,10 @@ def test_no_recompilation_over_a_changing_schedule():
     torch._dynamo.reset()
     model = small_model(DEVICE, sequence_len=64, n_layer=2, window_pattern="SL")
     optimizer = model.setup_optimizer(weight_decay=0.2)
-    compiled, optimizer._adamw_step, optimizer._muon_step = (
-        torch.compile(f, dynamic=False, fullgraph=True, backend=backend) for f in (model, train.adamw_step, train.muon_step)
-    )
+    compiled = torch.compile(model, dynamic=False, fullgraph=True, backend=kernels.Fusion(backend=backend))
+    for name in ("adamw_step", "muon_step"):
+        step = torch.compile(getattr(train, name).function, dynamic=False, fullgraph=True, backend=backend)
+        monkeypatch.setattr(train, name, step)
     x, y = some_tokens(DEVICE, T=64)
     losses = []
     for step in range(6):
@@ -551,10 +539,7 @@ def test_no_recompilation_over_a_changing_schedule():
             with machine.autocast(DEVICE):
                 loss = compiled(x, y)
             loss.backward()
-            for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * train.lr_multiplier(step / 6)
-                if group["kind"] == "muon":
-                    group.update(momentum=train.muon_momentum(step), weight_decay=train.muon_weight_decay(step / 6))
+            train.schedule(optimizer, step, step / 6)
             optimizer.step()
         model.zero_grad(set_to_none=True)
         losses.append(loss.item())
@@ -564,7 +549,7 @@ def test_no_recompilation_over_a_changing_schedule():
 def test_a_constant_that_is_compiled_in_would_be_seen():
     """The test above has teeth: with Python numbers for hyperparameters dynamo recompiles."""
     torch._dynamo.reset()
-    step = torch.compile(train.adamw_step, dynamic=False, fullgraph=True, backend="aot_eager")
+    step = torch.compile(train.adamw_step.function, dynamic=False, fullgraph=True, backend="aot_eager")
     p, grad, m, v = (torch.ones(4) for _ in range(4))
     rest = [torch.tensor(x) for x in (0.8, 0.95, 1e-10, 0.0)]
     step(p, grad, m, v, torch.tensor(1.0), 0.1, *rest)
@@ -595,11 +580,17 @@ def relative_errors(ours, exact):
     return {name: (errors[name] / max(sizes[name], 1e-24)) ** 0.5 for name in errors}
 
 
-def losses_and_gradients(monkeypatch, fused, attention, device, autocast=True):
+def fuse(model):
+    """Compile in place, the kernels as they are: what else torch's compiler would generate is its own matter."""
+    torch._dynamo.reset()
+    backend = kernels.Fusion(backend="aot_eager")
+    model.compile(backend=backend, dynamic=False, fullgraph=True)
+    return backend
+
+
+def losses_and_gradients(fused, device, autocast=True):
     """(mean loss, losses of all tokens, gradients of each batch) of one small model; `c_proj` starts at zero, which would hide what is
     before it. The losses are the first batch's."""
-    monkeypatch.setattr(train, "FUSED", fused)
-    monkeypatch.setattr(train, "ATTENTION", attention)
     model = small_model(device, **SMALL)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -608,6 +599,7 @@ def losses_and_gradients(monkeypatch, fused, attention, device, autocast=True):
                 p.copy_(torch.randn(p.shape, generator=generator) * 0.02)
         if not autocast:
             model.float()
+    backend = fuse(model) if fused else None
     losses, gradients, each = [], [], None
     for batch in range(BATCHES):
         x, y = some_tokens(device, T=SMALL["sequence_len"], seed=1 + batch)
@@ -618,14 +610,15 @@ def losses_and_gradients(monkeypatch, fused, attention, device, autocast=True):
         losses[-1].backward()
         gradients.append({n: p.grad.float() for n, p in model.named_parameters()})
         model.zero_grad()
+    assert not backend or len(backend.graphs) == 2 and not any(graph.rejected for graph in backend.graphs)
     return losses[0].item(), each, gradients
 
 
-def test_fused_and_plain_agree(monkeypatch):
+def test_fused_and_plain_agree():
     """On the CPU in float32, the kernels interpreted; on a GPU in bfloat16, where each differs from float32 by its own rounding."""
-    exact = losses_and_gradients(monkeypatch, False, "sdpa", DEVICE, autocast=False)
-    plain = losses_and_gradients(monkeypatch, False, "sdpa", DEVICE)
-    ours = losses_and_gradients(monkeypatch, True, "kernels", DEVICE)
+    exact = losses_and_gradients(False, DEVICE, autocast=False)
+    plain = losses_and_gradients(False, DEVICE)
+    ours = losses_and_gradients(True, DEVICE)
     low = DEVICE.type == "cuda"
     assert ours[0] == pytest.approx(exact[0], abs=5e-3 if low else 2e-6)
     assert exact[1].shape == ours[1].shape == plain[1].shape
@@ -634,7 +627,7 @@ def test_fused_and_plain_agree(monkeypatch):
     assert {n: e for n, e in errors.items() if e > max(3 * allowed[n], 1e-4)} == {}
 
 
-def test_fused_bfloat16_gradients_are_as_exact_as_plain_ones(monkeypatch):
+def test_fused_bfloat16_gradients_are_as_exact_as_plain_ones():
     """The whole model's, against float64's: no more error than plain PyTorch's in bfloat16, and none that makes them all longer or shorter.
 
     What each operation's own test allows, twice or three times torch's error, would add up to a run that learns more slowly.
@@ -659,15 +652,13 @@ def test_fused_bfloat16_gradients_are_as_exact_as_plain_ones(monkeypatch):
             model.zero_grad()
         return found
 
-    monkeypatch.setattr(train, "FUSED", False)
-    monkeypatch.setattr(train, "ATTENTION", "sdpa")
     reference = model().double()
     reference.cos, reference.sin = reference.cos.double(), reference.sin.double()
     exact = gradients(reference, torch.float64)
     plain = gradients(model(), torch.bfloat16)
-    monkeypatch.setattr(train, "FUSED", True)
-    monkeypatch.setattr(train, "ATTENTION", "kernels")
-    ours = gradients(model(), torch.bfloat16)
+    fused = model()
+    fuse(fused)
+    ours = gradients(fused, torch.bfloat16)
     mine, theirs = (relative_errors(other, exact) for other in (ours, plain))
     # For the few λs of a batch 1.5 would be a throw of dice: by chance one ratio of two such errors in four is beyond it.
     assert {n: e for n, e in mine.items() if e > (3 if n == "scalars" else 1.5) * theirs[n]} == {}
@@ -679,38 +670,6 @@ def test_fused_bfloat16_gradients_are_as_exact_as_plain_ones(monkeypatch):
     assert abs(sum(along) / len(along)) <= 1.5e-3
 
 
-STEPS = ("norm", "add_norm", "linear", "mix_norm_linear", "add_norm_mlp", "qkv_norm_rope", "cross_entropy")
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_block_may_leave_no_update(monkeypatch, fused):
-    """A block that adds its own updates returns (x, None); the head and the next block take it."""
-    monkeypatch.setattr(train, "FUSED", fused)
-    forward = train.Block.forward
-    model, (x, y) = small_model(DEVICE, **SMALL, n_layer=2), some_tokens(DEVICE, T=SMALL["sequence_len"])
-    with torch.no_grad(), machine.autocast(DEVICE):
-        for block in model.transformer.h:
-            block.mlp.c_proj.weight.normal_(std=0.05)
-        expected = model(x, y)
-        monkeypatch.setattr(train.Block, "forward", lambda *args: (sum(forward(*args)), None))
-        assert model(x, y).item() == pytest.approx(expected.item(), abs=5e-3 if DEVICE.type == "cuda" else 1e-5)
-
-
-@pytest.mark.slow
-def test_each_step_alone_in_plain_pytorch(monkeypatch):
-    """One step without its `if FUSED`, as a researcher's edit leaves it, among the kernels of the others: the gradients stay right."""
-    monkeypatch.setattr(sys.modules[__name__], "SMALL", SMALL | dict(sequence_len=16, n_layer=2))
-    exact = losses_and_gradients(monkeypatch, False, "sdpa", DEVICE, autocast=False)[2]
-    plain = losses_and_gradients(monkeypatch, False, "sdpa", DEVICE)[2]
-    for step in STEPS:
-        with monkeypatch.context() as edit:
-            f = getattr(train, step)
-            edit.setattr(train, step, FunctionType(f.__code__, {**vars(train), "FUSED": False}))
-            ours = losses_and_gradients(edit, True, "kernels", DEVICE)[2]
-        errors, allowed = (relative_errors(other, exact) for other in (ours, plain))
-        assert {n: e for n, e in errors.items() if e > max(3 * allowed[n], 1e-4)} == {}, step
-
-
 def test_plain_steps_keep_the_dtype_where_autocast_norms_in_float32(monkeypatch):
     """As a GPU's does since torch 2.12: streams would be twice as large, and torch's flash operator refuses such q and k.
 
@@ -719,38 +678,73 @@ def test_plain_steps_keep_the_dtype_where_autocast_norms_in_float32(monkeypatch)
     if DEVICE.type == "cpu":
         rms_norm = torch.nn.functional.rms_norm
         monkeypatch.setattr(torch.nn.functional, "rms_norm", lambda x, shape: rms_norm(x.float(), shape))
-    monkeypatch.setattr(train, "FUSED", False)
     model, dtypes = small_model(DEVICE, **SMALL), set()
     model.transformer.wte.bfloat16(), model.value_embeds.bfloat16()  # as on a GPU
     for block in model.transformer.h:
-        block.register_forward_hook(lambda block, inputs, outputs: dtypes.update(x.dtype for x in outputs))
-    for window, attend in model.attend.items():
-        model.attend[window] = lambda *qkv, attend=attend: dtypes.update(x.dtype for x in qkv) or attend(*qkv)
+        block.register_forward_hook(lambda block, inputs, output: dtypes.add(output.dtype))
+    attend = train.attention
+    monkeypatch.setattr(train, "attention", lambda q, k, v, window: dtypes.update({q.dtype, k.dtype, v.dtype}) or attend(q, k, v, window))
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         model(*some_tokens(DEVICE, T=SMALL["sequence_len"])).backward()
     assert dtypes == {torch.bfloat16}
 
 
-def test_fused_path_has_no_graph_breaks(monkeypatch):
-    """Each block is one graph, and blocks of a kind share theirs: with a value embedding or without, short window or whole context."""
-    monkeypatch.setattr(train, "FUSED", True)
-    monkeypatch.setattr(train, "ATTENTION", "kernels")
-    torch._dynamo.reset()
-    compiled = []
-
-    def backend(graph, inputs):
-        compiled.append(graph)
-        return graph
-
-    model = small_model(DEVICE, n_layer=6, **SMALL | dict(sequence_len=16))
-    for block in model.transformer.h:
-        block.compile(dynamic=False, fullgraph=True, backend=backend)
+def test_the_whole_model_is_one_graph():
+    """Which training has one of, and evaluation one."""
+    model = small_model(DEVICE, **SMALL | dict(sequence_len=16))
+    backend = fuse(model)
     x, y = some_tokens(DEVICE, T=16)
     for _ in range(2):
         with machine.autocast(DEVICE):
-            loss = model(x, y)
-    loss.backward()
-    assert len(compiled) == 4, "of six blocks: the first, whose x is x0, and three kinds"
+            model(x, y).backward()
+    assert len(backend.graphs) == 1
+    with torch.no_grad(), machine.autocast(DEVICE):
+        for _ in range(2):
+            model(x, y, reduction="none")
+    assert len(backend.graphs) == 2
+
+
+def counting_model():
+    """A model in which a Python number counts the calls."""
+
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.calls = torch.nn.Parameter(torch.ones(3, device=DEVICE)), 0
+
+        def forward(self, x, y):
+            self.calls += 1
+            return (self.weight * self.calls).sum() + 0 * x.float().mean()
+
+    return Counting()
+
+
+def test_a_python_number_that_changes_is_named_with_its_line(capsys):
+    torch._dynamo.reset()
+    model = counting_model()
+    model.compile(backend="eager", dynamic=False)
+    x = torch.zeros(1, 4, dtype=torch.int64, device=DEVICE)
+    micro = harness.Micro(model, DEVICE, 1)
+    micro(x, x)
+    with pytest.raises(SystemExit) as ended, harness.steady():
+        micro(x, x)
+    error = capsys.readouterr().err
+    assert ended.value.code == 1 and error.startswith("FAIL: a Python value changed during training") and len(error.splitlines()) == 1
+    assert "self.calls" in error and "test_train.py" in error, error
+
+
+@pytest.mark.gpu
+def test_a_python_number_that_a_recording_froze_is_found_by_the_check(capsys):
+    model = counting_model()
+    x = torch.zeros(1, 4, dtype=torch.int64, device=DEVICE)
+    micro = harness.Micro(model, DEVICE, 1)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    micro.record(x, x)
+    assert micro.recorded and micro(x, x).item() == 3
+    with pytest.raises(SystemExit):
+        micro.check(x, x)
+    assert "something that Python decides in the model changed during training" in capsys.readouterr().err
 
 
 AS_ROCM = """
@@ -758,17 +752,18 @@ import contextlib, sys
 import conftest, torch
 torch.version.hip, torch.version.cuda = "7.2.1", None  # before any kernel is imported: their tables of tilings differ
 from importlib import import_module
-import backends, prepare, train
+import backends, kernels, prepare, train
+from harness.run import build
 linear = import_module("kernels.linear")
 prepare.CACHE_DIR = sys.argv[1]
 linear.blas = lambda library: contextlib.nullcontext()
 backends._here = lambda device: ["a Strix Halo"]
-times = lambda way, cases: [1.0 + (way != "copied by cublas")] * len(cases)
+times = lambda way, cases: [1.0 + (way not in ("copied by cublas", "kernels"))] * len(cases)
 backends._tried = lambda what, cases, sizes, missing, device: [(way, cases, times(way, cases)) for way, cases in missing.items()]
-train.FUSED, train.ATTENTION, train.DEVICE_BATCH_SIZE = True, "kernels", 2
 config = train.GPTConfig(sequence_len=16, vocab_size=64, n_layer=2, n_head=2, n_kv_head=1, n_embd=64)
-model = train.build_model(config, torch.device("cpu"))
-assert linear.WEIGHT_GRADIENT[64, 64] == ("copied", "cublas"), linear.WEIGHT_GRADIENT
+model = build(train.GPT, config, torch.device("cpu"))
+chosen = backends.Chosen()
+model.compile(backend=kernels.Fusion(chosen.attention, chosen.products, "aot_eager"), dynamic=False)
 optimizer = model.setup_optimizer()
 x = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
 for _ in range(2):
@@ -777,6 +772,8 @@ for _ in range(2):
     optimizer.step()
     model.zero_grad()
     print(loss.item())
+assert linear.WEIGHT_GRADIENT[64, 64] == ("copied", "cublas"), linear.WEIGHT_GRADIENT
+assert chosen.names() == "kernels up to 8, kernels up to 16", chosen.names()
 """
 
 
@@ -785,7 +782,10 @@ for _ in range(2):
 def test_steps_as_on_rocm(tmp_path):
     """Everything that a ROCm build of torch decides otherwise, in two steps of a model. Stand-ins: build, BLAS, what trials find."""
     losses = []
-    for code in (AS_ROCM, AS_ROCM.replace('torch.version.hip, torch.version.cuda = "7.2.1", None', "").replace("assert ", "True or ")):
+    for code in (
+        AS_ROCM,
+        AS_ROCM.replace('torch.version.hip, torch.version.cuda = "7.2.1", None', "").replace("assert linear", "True or linear"),
+    ):
         command, env = [sys.executable, "-c", code, str(tmp_path)], os.environ | NO_GPU
         done = subprocess.run(command, cwd=PROJECT / "tests", env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -798,6 +798,7 @@ def test_steps_as_on_rocm(tmp_path):
 def test_recorded_steps_are_the_same_steps_without_a_synchronization(monkeypatch):
     def run(recorded):
         model = small_model(DEVICE)
+        harness.compile_model(model, DEVICE)
         optimizer = model.setup_optimizer(weight_decay=0.2)
         x, y = some_tokens(DEVICE)
 
@@ -821,12 +822,12 @@ def test_recorded_steps_are_the_same_steps_without_a_synchronization(monkeypatch
         return losses, step, (x, y)
 
     plain, recorded = run(False)[0], [run(True), run(True)]
-    original = train.cross_entropy
+    original = train.SOFTCAP
     for losses, step, batch in recorded:
         assert losses == pytest.approx(plain, abs=2e-2) and losses[-1] < losses[0] - 0.5
-        changed = train.cross_entropy is not original
+        changed = original != train.SOFTCAP
         assert step.holds(*batch) != changed, "a changed constant is seen"
-        monkeypatch.setattr(train, "cross_entropy", lambda x, w, t, softcap, r: original(x, w, t, 10, r))
+        monkeypatch.setattr(train, "SOFTCAP", 1.5)
 
 
 def test_what_is_recorded_gives_its_memory_to_its_check(monkeypatch):
