@@ -54,8 +54,12 @@ def compile_model(model, device):
     """Compile in place on a GPU, with this project's kernels where the model computes what they do. Returns what tells of it, or None."""
     if device.type != "cuda":
         return None
-    import kernels
-
+    try:
+        import kernels
+    except ModuleNotFoundError as e:
+        if e.name != "triton":
+            raise
+        fail(f"this torch ({torch.__version__}) has no Triton, by which it compiles: install it again", machine.EXIT_ENVIRONMENT)
     chosen = backends.Chosen()
     fusion = kernels.Fusion(attention=chosen.attention, products=chosen.products)
     model.compile(backend=fusion, dynamic=False)

@@ -3,6 +3,7 @@
 import ast
 import collections
 import contextlib
+import copy
 import hashlib
 import io
 import os
@@ -27,9 +28,16 @@ def parse(source):
         raise Refusal(f"train.py does not compile{line}: {getattr(e, 'msg', e)}") from None
 
 
+class _WithoutDocstrings(ast.NodeTransformer):
+    def visit(self, node):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+        return self.generic_visit(node)
+
+
 def digest_of(tree):
-    """Equal for two programs that differ in comments and layout alone."""
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
+    """Equal for two programs that differ in nothing that runs: in comments, docstrings and layout alone."""
+    return hashlib.sha256(ast.dump(_WithoutDocstrings().visit(copy.deepcopy(tree))).encode()).hexdigest()[:16]
 
 
 def parts(tree):
@@ -66,12 +74,16 @@ def changed_names(old, new):
     return [name for name in {**new, **old} if old.get(name) != new.get(name)] or ["imports"]
 
 
-FIXED = ("prepare", "machine")
+FIXED = ("prepare", "machine", "harness", "backends", "candidates")
+
+
+def is_fixed(module):
+    return module is not None and module.split(".")[0] in FIXED
 
 
 def fixed_names(tree):
     """Name → module.name of what a program imports from the fixed modules."""
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module in FIXED]
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and is_fixed(node.module)]
     return {a.asname or a.name: f"{node.module}.{a.name}" for node in imports for a in node.names}
 
 
@@ -80,8 +92,10 @@ def meddling(tree, base=None):
     modules, names, found = {}, (fixed_names(base) if base else {}) | fixed_names(tree), []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            modules |= {a.asname or a.name: a.name for a in node.names if a.name in FIXED}
-        elif isinstance(node, ast.ImportFrom) and node.module in FIXED and any(a.name == "*" for a in node.names):
+            modules |= {
+                a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names if is_fixed(a.name)
+            }
+        elif isinstance(node, ast.ImportFrom) and is_fixed(node.module) and any(a.name == "*" for a in node.names):
             found.append((f"imports * from {node.module}", node.lineno))  # then what it changes can't be told
     read_from = {node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)}  # prepare in prepare.x
     for node in ast.walk(tree):
@@ -90,8 +104,8 @@ def meddling(tree, base=None):
             root = node
             while isinstance(root, (ast.Attribute, ast.Subscript)):
                 root = root.value
-            if isinstance(root, ast.Name) and root.id in modules:
-                found.append((f"changes {modules[root.id]}{ast.unparse(node)[len(root.id) :]}", line))
+            if isinstance(root, ast.Name) and root.id in {**names, **modules}:
+                found.append((f"changes {names.get(root.id) or modules[root.id]}{ast.unparse(node)[len(root.id) :]}", line))
         elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load) and node.id in {**names, **modules}:
             found.append((f"changes {names.get(node.id) or modules[node.id]}", line))
         elif isinstance(node, ast.Name) and node.id in modules and node not in read_from:

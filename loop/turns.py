@@ -209,7 +209,7 @@ def try_again(turn):
 def check_untried(series, digest, best):
     """Refuse a program that is the best's, or was tried, or is being tried. A candidate may be tried again."""
     if digest == digest_of(parse(best)):
-        raise Refusal("train.py is the best's program: edit it first")
+        raise Refusal("train.py is the best's program in all that runs (comments, docstrings and layout aside): edit it first")
     rows = {series.number(row): row for row in series.rows}
     for line in reversed(series.tried):
         if line["digest"] != digest or line["kind"] == "noise":
