@@ -46,6 +46,7 @@ class Rewriter:
 
     def __init__(self, graph, fake_mode, attention):
         self.graph, self.fake_mode, self.attention = graph, fake_mode, attention
+        self.swapped = []  # the nodes that the last operation took the place of
         self.cases, self.ways = {}, {}  # of attention: what each site asks for, and what it gets
         self.position = {}  # each node's place, when a rule begins
         self.made = set()  # the nodes that rules put there
@@ -82,7 +83,18 @@ class Rewriter:
                 return False
         for old, new in zip(olds, news):
             old.replace_all_uses_with(new)
+        self.swapped = olds
         return True
+
+    def gone(self):
+        """The nodes that nobody needs since the last swap."""
+        dead, stack = set(), list(self.swapped)
+        while stack:
+            n = stack.pop()
+            if n.op.startswith("call") and n not in dead and dead.issuperset(n.users):
+                dead.add(n)
+                stack.extend(n.all_input_nodes)
+        return dead
 
 
 # ---- what several rules look for ---------------------------------------------------------------------------------------------------------
@@ -590,6 +602,8 @@ def product(rw, n):
     """A linear layer, for the way in which the gradient of its weight is formed."""
     made = plain_linear(n)
     if not made:
+        if op(n) == "linear" and args(n)[2] is not None:
+            rw.reasons[n] = "it has a bias"
         return None
     return "linear" if rw.swap([n], [rw.put(n, linear, *made)]) else None
 

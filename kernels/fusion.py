@@ -35,7 +35,7 @@ class Graph:
     """What was done with one captured graph."""
 
     def __init__(self):
-        self.fused = []  # (name, (file, line, text) of its last operation)
+        self.fused = []  # (name, {(file, line, text)} of what it took the place of)
         self.left = []  # (name of the operation, where, reason or None)
         self.rejected = None  # why the whole graph is as it was captured
 
@@ -69,47 +69,56 @@ class Fusion:
 
 def _fused(gm, example_inputs, fusion, graph):
     """The graph with this package's operations in it, or as it was; `graph` learns which and why."""
-    fake = next((v for n in gm.graph.nodes if isinstance(v := value(n), torch._subclasses.FakeTensor)), None)
+    values = [value(n) for n in gm.graph.nodes]
+    fake = next((v for v in values if isinstance(v, torch._subclasses.FakeTensor)), None)
     if fake is None:
         return gm
-    original = gm
-    gm = torch.fx.GraphModule(original, copy.deepcopy(original.graph))
-    without_in_place_sums(gm.graph)
-    if bad := next(filter(stateful, gm.graph.nodes), None):
+    if any(isinstance(v, (torch.SymInt, torch.SymFloat, torch.SymBool)) for v in values):
+        graph.rejected = "sizes or numbers vary from call to call: compile with dynamic=False, and keep numbers that change in tensors"
+        return gm
+    new = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    without_in_place_sums(new.graph)
+    if bad := next(filter(stateful, new.graph.nodes), None):
         graph.rejected = f"{_name(bad)}{_at(where(bad))} writes into a tensor or switches gradients or autocast"
-        return original
-    for n in list(gm.graph.nodes):
+        return gm
+    for n in list(new.graph.nodes):
         if same(n):  # so that readers of a tensor are readers of one node
             n.replace_all_uses_with(n.args[0])
-            gm.graph.erase_node(n)
-    rw = _rules.Rewriter(gm.graph, fake.fake_mode, fusion.attention)
+            new.graph.erase_node(n)
+    rw = _rules.Rewriter(new.graph, fake.fake_mode, fusion.attention)
     for rule in _rules.RULES:
-        nodes = list(gm.graph.nodes)
-        rw.position = {n: i for i, n in enumerate(nodes)}
-        for n in nodes:
-            if not n.op.startswith("call") or not n.users:
-                continue
-            try:
-                name = rule(rw, n)
-            except ValueError as e:  # an operation refuses these shapes or dtypes
-                rw.reasons.setdefault(n, " ".join(str(e).split())[:160])
-                continue
-            if name:
-                graph.fused.append((name, where(n)))
-        sort(gm.graph)
-        gm.graph.eliminate_dead_code()
-    gm.graph.lint()
-    gm.recompile()
-    if graph.fused and (wrong := _proof.difference(original, gm, example_inputs)):
+        graph.fused += _applied(rule, rw)
+        sort(new.graph)
+        new.graph.eliminate_dead_code()
+    new.graph.lint()
+    new.recompile()
+    if graph.fused and (wrong := _proof.difference(gm, new, example_inputs)):
         graph.rejected, graph.fused = f"the fused graph is not the same: {wrong}", []
-        return original
-    for device, found in _rules.products(gm.graph).items() if fusion.products else ():
+        return gm
+    for device, found in _rules.products(new.graph).items() if fusion.products else ():
         for rows in sorted({rows for *_, rows in found}):
             fusion.products([(out, in_) for out, in_, r in sorted(found) if r == rows], rows, device)
-    for n in gm.graph.nodes:
+    for n in new.graph.nodes:
         if n.op.startswith("call") and n not in rw.made and n.users:
             graph.left.append((_name(n), where(n), rw.reasons.get(n) or _rules.unfused(n)))
-    return gm
+    return new
+
+
+def _applied(rule, rw):
+    """[(name, places)] of what a rule has put into a graph."""
+    done, nodes = [], list(rw.graph.nodes)
+    rw.position = {n: i for i, n in enumerate(nodes)}
+    for n in nodes:
+        if not n.op.startswith("call") or not n.users:
+            continue
+        try:
+            name = rule(rw, n)
+        except ValueError as e:  # an operation refuses these shapes or dtypes
+            rw.reasons.setdefault(n, " ".join(str(e).split())[:160])
+            continue
+        if name:
+            done.append((name, {where(old) for old in rw.gone()}))
+    return done
 
 
 def _prepare_inductor():
@@ -140,12 +149,21 @@ def _at(place):
 
 
 def _lines(places):
-    """ "train.py:84, 97" of some places."""
+    """ "train.py:43, 84-87" of some places."""
     files = collections.defaultdict(set)
-    for place in places:
-        if place:
-            files[os.path.basename(place[0])].add(place[1])
-    return ", ".join(f"{file}:{', '.join(map(str, sorted(lines)))}" for file, lines in sorted(files.items()))
+    for place in filter(None, places):
+        files[os.path.basename(place[0])].add(place[1])
+    return ", ".join(f"{file}:{_ranges(sorted(lines))}" for file, lines in sorted(files.items())) or "?"
+
+
+def _ranges(numbers):
+    runs = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def report(graphs):
@@ -154,15 +172,15 @@ def report(graphs):
     for graph in graphs:
         if graph.rejected:
             lines.append(f"Not fused: {graph.rejected}")
-        for name, place in graph.fused:
-            fused[name].append(place)
+        for name, places in graph.fused:
+            fused[name].append(places)
         for name, place, reason in graph.left:
             if reason:
                 reasons.setdefault((name, reason), []).append(place)
             elif kind_of_left(name):
                 left[name].append(place)
     for name, places in fused.items():
-        lines.append(f"Fused: {name} × {len(places)} ({_lines(places)})")
+        lines.append(f"Fused: {name} × {len(places)} ({_lines(set().union(*places))})")
     for (name, reason), places in reasons.items():
         lines.append(f"Not fused: {name} ({_lines(places)}): {reason}")
     if left:

@@ -9,7 +9,9 @@ import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import PROJECT
+from torch import nn
 
 import kernels
 from kernels import _graph, _proof, _rules, fusion
@@ -263,3 +265,105 @@ def test_what_only_looks_alike_stays_right(monkeypatch, name, guarded):
     if guarded:
         assert not set(counts) & set(absent), backend.report()
         assert not [graph.rejected for graph in backend.graphs if graph.rejected and "not the same" in graph.rejected], "the guards see it"
+
+
+# ---- what it says, and other people's models -----------------------------------------------------------------------------------
+
+
+def line_of(text):
+    (line,) = [i for i, content in enumerate(SOURCE.splitlines(), 1) if text in content]
+    return line
+
+
+def test_the_report_names_lines_and_reasons():
+    module = edited((LOSS, LOSS.replace("ignore_index=-1", "ignore_index=-1, label_smoothing=0.1")))
+    model = model_of(module)
+    said = kernels.explain(model, *batch()).splitlines()
+    (mlp,) = [line for line in said if line.startswith("Fused: add_norm_mlp × 2 (train.py:")]
+    assert {str(line_of(NORM)), str(line_of(MLP)), str(line_of("x = x + self.attn(norm(x)"))} <= set(
+        mlp[:-1].split("train.py:")[1].split(", ")
+    )
+    assert f"Not fused: cross_entropy (train.py:{line_of(LOSS)}): with label_smoothing=0.1" in said
+    assert [
+        line for line in said if line.startswith("Left to torch.compile: ") and f"embedding (train.py:{line_of('x = x0 = norm(')})" in line
+    ]
+    assert model._compiled_call_impl is None, "the model stays as it was"
+
+
+class Attention(nn.Module):
+    def __init__(self, **how):
+        super().__init__()
+        self.how = how
+        self.register_buffer("mask", torch.ones(16, 16, dtype=torch.bool).tril())
+
+    def forward(self, x):
+        how = {k: self.mask if v == "buffer" else v for k, v in self.how.items()}
+        q = x.unflatten(-1, (4, 16)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, **how) * 1.0
+
+
+@pytest.mark.parametrize(("how", "said"), [
+    (dict(is_causal=True), "Fused: attention by kernels × 1"),
+    (dict(is_causal=True, scale=0.3), "Fused: attention by kernels × 1"),
+    (dict(), "it is not causal"),
+    (dict(attn_mask="buffer"), "its mask depends on what the graph is given"),
+    (dict(is_causal=True, dropout_p=0.1), "with dropout_p=0.1"),
+])  # fmt: skip
+def test_attention_of_others(how, said):
+    model, x = Attention(**how).to(DEVICE), torch.randn(2, 16, 64, device=DEVICE, requires_grad=True)
+    assert said in kernels.explain(model, x)
+    if "dropout_p" not in how:
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=kernels.Fusion(backend=BACKEND), dynamic=False)
+        torch.testing.assert_close(compiled(x), model(x), atol=1e-4, rtol=1e-4)
+
+
+def test_what_varies_is_left_and_said():
+    backend = kernels.Fusion(backend="eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(nn.Linear(64, 64, bias=False, device=DEVICE), backend=backend, dynamic=True)
+    assert compiled(torch.randn(5, 64, device=DEVICE)).shape == (5, 64)
+    assert "compile with dynamic=False" in backend.report()[0]
+
+
+def test_which_attention_is_asked_once_for_all_of_it_and_followed(monkeypatch):
+    """As backends.Chosen answers: the kernels for the window, torch's own for the whole context, without the mask that keeps it slow."""
+    put_definitions(monkeypatch)
+    asked = []
+
+    def choose(cases):
+        asked.append(cases)
+        return ["sdpa" if window is None else "kernels" for window, *_ in cases]
+
+    model, inputs = model_of(edited(), n_layer=3), batch()
+    loss, expected = gradients(model, inputs)
+    backend = kernels.Fusion(attention=choose, backend=BACKEND)
+    torch._dynamo.reset()
+    model.compile(backend=backend, dynamic=False)
+    ours, found = gradients(model, inputs)
+    assert ours == pytest.approx(loss, abs=1e-5)
+    assert all((found[n] - g).norm() <= 1e-4 * g.norm() + 1e-7 for n, g in expected.items())
+    shape = (3, 16, 2, 2, 32)
+    assert [[(window, s, bounded) for window, s, bounded, _ in cases] for cases in asked] == [[(8, shape, True), (None, shape, True)]]
+    said = "\n".join(backend.report())
+    assert "attention by kernels × 1" in said and "attention by torch, without the mask × 2" in said
+
+
+def test_products_are_named_before_they_are_used(monkeypatch):
+    put = []
+    model = model_of(edited())
+    backend = kernels.Fusion(products=lambda shapes, rows, device: put.append((shapes, rows)), backend="eager")
+    torch._dynamo.reset()
+    model.compile(backend=backend, dynamic=False)
+    model(*batch())
+    ((shapes, rows),) = put
+    packed = 3 * 64
+    assert rows == 3 * 16 and set(shapes) == {(64, 64), (64, 256), (256, 64), (packed, 64), (packed + 16, 64)}
+
+
+def test_a_wrong_rule_is_caught_by_the_proof(monkeypatch):
+    """A rule that takes relu for relu²: the graph is left whole, and the numbers are right."""
+    put_definitions(monkeypatch)
+    monkeypatch.setattr(_rules, "_relu_squared", lambda n: _graph.args(n)[0] if _graph.op(n) == "relu" else None)
+    counts, backend = compare(model_of(edited()), batch())
+    assert counts == {} and "the fused graph is not the same" in backend.report()[0]
