@@ -66,6 +66,17 @@ def compile_model(model, device):
     return fusion, chosen
 
 
+def rehearse(model, device):
+    """The evaluation's own check, on a row of random tokens and uncompiled: what would make the result invalid is said before training."""
+    vocabulary = model.config.vocab_size
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randint(vocabulary, (2, 1, MAX_SEQ_LEN), generator=generator).to(device)
+    model.eval()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad(), machine.autocast(device):
+        prepare.check_model(model, x, y, model(x, y, reduction="none"))
+    model.train()
+
+
 def load(path, model_class, template, device, source):
     """(model, facts) of a file that `machine.save` wrote; ends the run where it is no model of this train.py."""
     saved = machine.load(path, device)
@@ -175,7 +186,7 @@ def train(model, optimizer, schedule, loader, device, total_batch_size, device_b
         left = f"remaining: {max(0, TIME_BUDGET - seconds):.0f}s"
         group = optimizer.param_groups[0]
         progress_line.show(
-            f"step {step:05d} ({100 * progress:.1f}%) | loss: {debiased_loss:.6f} | lrm: {group['lr'] / group['initial_lr']:.2f} | "
+            f"step {step:05d} ({100 * progress:.1f}%) | loss: {debiased_loss:.6f} | lrm: {group['lr'] / (group['initial_lr'] or 1):.2f} | "
             f"dt: {elapsed * 1000:.0f}ms | tok/sec: {total_batch_size / elapsed:,.0f} | mfu: {mfu} | epoch: {epoch} | "
             + (left if step >= WARMUP_STEPS else f"warming up, not timed (step {step + 1} of {WARMUP_STEPS})")
         )
@@ -212,9 +223,8 @@ def _check(optimizer, model):
         fail(f"the optimizer is a {type(optimizer).__name__}; return a torch.optim.Optimizer")
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
-    for name in ("estimate_flops", "num_scaling_params", "init_weights"):
-        if not callable(getattr(model, name, None)):
-            fail(f"the model has no {name}(): the run needs it")
+    if "reduction" not in inspect.signature(model.forward).parameters:
+        fail(f"{type(model).__name__}.forward has no `reduction`, by which the evaluation asks for the loss of each token")
 
 
 def _main(model_class, model_config, make_optimizer, schedule, total_batch_size, device_batch_size):
@@ -265,6 +275,7 @@ def _main(model_class, model_config, make_optimizer, schedule, total_batch_size,
                 machine.EXIT_ENVIRONMENT,
             )
         sensors = machine.sensors(device)
+        rehearse(model, device)
         how = compile_model(model, device)
         told = (lambda: print("\n".join(how[0].report()), flush=True)) if how else None
         sizes = total_batch_size, device_batch_size
@@ -333,11 +344,14 @@ def run(model_class, model_config, make_optimizer, schedule, total_batch_size, d
     model_class: a module class, `model_class(config)`. Its instances have init_weights(), estimate_flops() (per token, forward and
         backward) and num_scaling_params() (a dict of counts with "total"). For x, y (rows, tokens) int64 `model(x, y)` is the mean cross
         entropy, `model(x, y, reduction="none")` that of each token, `model(x)` the logits.
-    model_config: vocabulary size → config, a dataclass with n_layer.
+    model_config: vocabulary size → config, a dataclass with n_layer, which is also the model's `config`.
     make_optimizer: model → torch.optim.Optimizer.
     schedule: (optimizer, step, progress), progress from 0 to 1, which sets the groups' rates for the step.
     total_batch_size: tokens of an optimizer step. device_batch_size: rows of a micro-batch.
     """
+    for f in (model_class, model_config, make_optimizer, schedule):
+        if not callable(f):
+            fail(f"run(model_class, model_config, make_optimizer, schedule, …) was given {f!r} for one of these, which can't be called")
     for name, size in (("TOTAL_BATCH_SIZE", total_batch_size), ("DEVICE_BATCH_SIZE", device_batch_size)):
         if type(size) is not int or size < 1:
             fail(f"{name} {size!r} must be a whole number from 1")

@@ -286,6 +286,24 @@ def test_divergence_ends_the_run(demo, tmp_path, value):
     assert done.returncode == 1 and "at step 2: the run diverged" in done.stderr and "---" not in done.stdout
 
 
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ('targets=None, reduction="mean"):', "targets=None):\n        reduction = 'mean'", "forward has no `reduction`"),
+    ("if targets is None:\n            return logits", "if targets is None:\n            return logits[0]", "not the logits (rows, tokens"),
+    ("logits = SOFTCAP *", "logits = (1 if targets is None else 3) * SOFTCAP *", "are not the cross entropy of its logits"),
+    ("return model.setup_optimizer(", "return (", "the optimizer is a tuple; return a torch.optim.Optimizer"),
+    ("make_optimizer, schedule, TOTAL", "make_optimizer, 0.5, TOTAL", "was given 0.5 for one of these"),
+])  # fmt: skip
+def test_what_would_be_no_result_is_said_before_training(demo, tmp_path, old, new, message):
+    folder = clone(tmp_path, **TINY)
+    source = (folder / "train.py").read_text()
+    assert source.count(old) == 1
+    (folder / "train.py").write_text(source.replace(old, new))
+    done = run(folder, AUTORESEARCH_TIME_BUDGET="0.5")
+    assert done.returncode == 1 and message in done.stderr and len(done.stderr.splitlines()) == 1 and "step 0" not in done.stdout, (
+        done.stderr
+    )
+
+
 def test_out_of_memory_says_what_to_lower(demo, tmp_path):
     folder = clone(tmp_path)
     source = (folder / "train.py").read_text()
