@@ -257,37 +257,71 @@ def _merged(group, is_read_later):
 
 
 def own_config():
-    """train.py's own GPTConfig. It refuses FUSED where there is no GPU."""
+    """train.py's own GPTConfig."""
     import train
 
-    fused, train.FUSED = train.FUSED, False
-    config = train.model_config(train.prepare.DATASET.vocab_size)
-    train.FUSED = fused
-    return config
+    return train.model_config(train.DATASET.vocab_size)
+
+
+class _Captured(Exception):
+    """The graph that was wanted is there."""
+
+
+def fused_graph(train, config, rows):
+    """(graph, what its inputs are called): train.py's model as kernels.fuse rewrites it, for `rows` rows."""
+    from kernels import _proof, fusion
+
+    _proof.difference = lambda *asked: None  # nothing is computed here
+    model, captured = train.GPT(config), []
+    model.init_weights()
+    for embedding in (model.transformer.wte, *model.value_embeds.values()):  # as on a GPU
+        embedding.to(torch.bfloat16)
+    names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+    def backend(gm, inputs):
+        asked = fusion.Fusion(products=_choose_by_published_rates)
+        captured.append((fusion._fused(gm, inputs, asked, fusion.Graph()), [names.get(id(x)) for x in inputs]))
+        raise _Captured
+
+    x = torch.zeros((rows, config.sequence_len), dtype=torch.int64)
+    with torch.autocast("cpu", torch.bfloat16), contextlib.suppress(torch._dynamo.exc.BackendCompilerFailed):
+        torch.compile(model, backend=backend, dynamic=False, fullgraph=True)(x, x)
+    return captured[0]
 
 
 def count_step(fused, config=None, tokens=TOKENS, micro_batch=MICRO_BATCH):
-    """One optimizer step of train.py's model (its own configuration, or another): [(Event, how often)]. After `as_gfx1151`."""
+    """One optimizer step of train.py's model (its own configuration, or another): [(Event, how often)]. After `as_gfx1151`.
+
+    fused: with the kernels as kernels.fuse puts them there; else the published port's recipe, with attention over the whole context.
+    """
+    import train_step
+
     import train
 
     config = config or own_config()
-    train.FUSED, train.ATTENTION = fused, "kernels" if fused else "full"
-    train.backends.choose_weight_gradients = _choose_by_published_rates
-    train.backends.check_attention = lambda *asked: None  # fake tensors have no numbers to check
     micro_batches = tokens // (micro_batch * config.sequence_len)
+    graph, names = fused_graph(train, config, micro_batch) if fused else (None, None)
     counted = []
     with FakeTensorMode():
         model = train.GPT(config)
         model.init_weights()
         for embedding in (model.transformer.wte, *model.value_embeds.values()):  # as on a GPU
             embedding.weight = torch.nn.Parameter(embedding.weight.bfloat16())
-        model.choose_backends(micro_batch)
         with contextlib.redirect_stdout(io.StringIO()):
             optimizer = model.setup_optimizer()
+        optimizer._dtype = torch.bfloat16
         x = torch.zeros((micro_batch, config.sequence_len), dtype=torch.int64)
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+        def loss():
+            if fused:
+                return graph(*(x if name is None else tensors[name] for name in names))[0]
+            attends = train_step.attentions(model, "sdpa", x.device, whole=True)
+            return train_step.upstream_forward(model, x, x, "mean", torch.bfloat16, attends)
+
         for times in (1, micro_batches - 1):  # the first micro-step makes the gradients, the others add to them
             with TRACE.recording("model") as events, torch.autocast("cpu", torch.bfloat16):
-                (model(x, x) / micro_batches).backward()
+                (loss() / micro_batches).backward()
             counted += [(event, times) for event in fuse(events) if times]
         optimizer.step()  # makes its state
         with TRACE.recording("optimizer") as events:
@@ -300,7 +334,6 @@ def _choose_by_published_rates(shapes, rows, device):
     linear = importlib.import_module("kernels.linear")
     library = max(LIBRARIES, key=lambda name: PRODUCTS[LIBRARIES[name]]["weight gradient"])
     linear.WEIGHT_GRADIENT.update({tuple(shape): ("direct", library) for shape in shapes})
-    return ""
 
 
 def as_gfx1151():

@@ -21,8 +21,8 @@ Prints the largest difference of the smoothed losses (an exponential mean over s
 the means over all runs, and val_bpb after the last step with its spread; writes loss_curves.csv and loss_curves.png. Needs a GPU and a
 dataset.
 
---runs N is the same question asked of whole runs of train.py, evaluation included: as it is, and with FUSED = False and the windows by
-FlexAttention, in turns, with each seed. Their schedules go by steps instead of seconds and end after N, so that the faster form gains
+--runs N is the same question asked of whole runs of train.py, evaluation included: as it is, and compiled by torch alone, without this
+project's kernels, in turns, with each seed. Their schedules go by steps instead of seconds and end after N, so that the faster form gains
 nothing by its speed. Writes loss_runs.csv.
 """
 
@@ -31,6 +31,7 @@ import csv
 import itertools
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -47,6 +48,7 @@ import train_step
 import machine
 import prepare
 import train
+from harness import run as harness
 
 FORMS = ("float32", "recipe", "ours")
 
@@ -63,8 +65,6 @@ def train_and_evaluate(form, seed, steps, tokenizer, device, twin=False):
     """(losses, val_bpb, seconds)."""
     started = time.time()
     ours = form == "ours"
-    train.FUSED, train.COMPILE = ours, False
-    train.ATTENTION = {"float32": "sdpa", "recipe": "flex", "ours": "auto"}[form]
     torch.backends.cuda.matmul.fp32_precision = "ieee" if form == "float32" else "tf32"
     torch.manual_seed(seed)
     torch.cuda.manual_seed(seed)
@@ -75,11 +75,13 @@ def train_and_evaluate(form, seed, steps, tokenizer, device, twin=False):
         with torch.no_grad():
             for p in model.transformer.h.parameters():
                 p.mul_(1 + 1e-5 * torch.randn_like(p))
-    model.choose_backends(train.DEVICE_BATCH_SIZE)
-    loss_of = model if ours else train_step.upstream(model, torch.float32 if form == "float32" else torch.bfloat16)
-    optimizer = model.setup_optimizer(
-        train.UNEMBEDDING_LR, train.EMBEDDING_LR, train.MATRIX_LR, train.WEIGHT_DECAY, train.ADAM_BETAS, train.SCALAR_LR
-    )
+    if ours:
+        harness.compile_model(model, device)
+        loss_of = model
+    else:
+        exact = form == "float32"
+        loss_of = train_step.upstream(model, torch.float32 if exact else torch.bfloat16, "sdpa" if exact else "flex")
+    optimizer = train.make_optimizer(model)
     loader = prepare.make_dataloader(tokenizer, train.DEVICE_BATCH_SIZE, train.MAX_SEQ_LEN, "train")
     micro_batches = train.TOTAL_BATCH_SIZE // (train.DEVICE_BATCH_SIZE * train.MAX_SEQ_LEN)
     precision = torch.autocast("cuda", enabled=False) if form == "float32" else machine.autocast(device)
@@ -104,25 +106,27 @@ def train_and_evaluate(form, seed, steps, tokenizer, device, twin=False):
 
 
 def edited(source, form, steps):
-    """train.py's source as a run of `steps` steps of the form."""
+    """harness/run.py's source for runs of `steps` steps of the form."""
     edits = [("seconds += elapsed", f"seconds = TIME_BUDGET * (step + 1 - WARMUP_STEPS) / {steps - prepare.WARMUP_STEPS}")]
     if form == "recipe":
-        edits += [("FUSED = kernels is not None and", "FUSED = False and"), ('ATTENTION = "auto"', 'ATTENTION = "flex"')]
+        edits += [("model.compile(backend=fusion, dynamic=False)", "model.compile(dynamic=False)")]
     for old, new in edits:
         if source.count(old) != 1:
-            sys.exit(f"loss_curves.py: train.py has {old!r} {source.count(old)} times; this benchmark needs it once")
+            sys.exit(f"loss_curves.py: harness/run.py has {old!r} {source.count(old)} times; this benchmark needs it once")
         source = source.replace(old, new)
     return source
 
 
 def whole_run(form, seed, steps):
     """The summary of a run of train.py, key by key."""
+    root = HERE.parent
     with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder, "train.py")
-        script.write_text(edited((HERE.parent / "train.py").read_text(), form, steps))
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
+        shutil.copy(root / "train.py", folder)
+        shutil.copytree(root / "harness", Path(folder, "harness"))
+        Path(folder, "harness/run.py").write_text(edited((root / "harness/run.py").read_text(), form, steps))
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
         environment |= {"AUTORESEARCH_SEED": str(seed)}
-        done = subprocess.run([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True)
+        done = subprocess.run([sys.executable, Path(folder, "train.py")], env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit(f"loss_curves.py: {form} with seed {seed} ended with {done.returncode}: {done.stdout[-1000:]}")
     summary = done.stdout.split("\n---\n")[1]

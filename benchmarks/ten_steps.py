@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import runpy
 import statistics
 import sys
 import time
@@ -23,6 +24,7 @@ import torch
 
 import machine
 import train
+from harness import run as harness
 from prepare import WARMUP_STEPS
 
 STEPS = 10
@@ -43,7 +45,7 @@ class Steps(machine.Progress):
     def show(self, line):
         print(line, flush=True)
         self.lines.append(line)
-        train.TIME_BUDGET = math.inf  # from the first step on: it never ends by itself, so nothing is evaluated or saved
+        harness.TIME_BUDGET = math.inf  # from the first step on: it never ends by itself, so nothing is evaluated or saved
         if len(self.lines) == WARMUP_STEPS:
             Steps.startup = time.time() - STARTED
             self.sensors.every = 0.2
@@ -56,7 +58,7 @@ class Steps(machine.Progress):
 def main():
     machine.Progress = Steps
     with contextlib.suppress(Enough):
-        train.main()
+        runpy.run_path(train.__file__, run_name="__main__")
     timed = [match for line in Steps.lines[WARMUP_STEPS:] if (match := LINE.match(line))]
     if len(timed) < STEPS:
         machine.fail("train.py's lines of progress are not those that program.md asks for")
@@ -75,4 +77,4 @@ def main():
 
 if __name__ == "__main__":
     sys.argv = ["train.py"]  # which takes no arguments here
-    machine.run(main, f"with DEVICE_BATCH_SIZE {train.DEVICE_BATCH_SIZE} at depth {train.DEPTH}: lower it in train.py")
+    main()

@@ -5,6 +5,7 @@
 
     recipe   upstream's model as autoresearch-halo trains it: SDPA over the whole context, all the rest left to torch.compile
     flex     the same with the windows of the pattern by FlexAttention
+    fa4      the same with the windows by FlashAttention 4, where it is installed (flash-attn-4)
     ours     train.py as it is
 
 Each runs in a process of its own, one after the other, `rounds` times in turns; the first start with a batch is with empty caches (cold),
@@ -18,6 +19,7 @@ process to the end of the first timed step's warm-up. Evaluation is the forward 
 
 import argparse
 import csv
+import importlib.util
 import json
 import os
 import re
@@ -38,15 +40,41 @@ sys.path.insert(0, str(HERE.parent))
 import machine
 import prepare
 import train
+from candidates import ATTENTION
+from harness import run as harness
 
-VARIANTS = ("recipe", "flex", "ours")
+VARIANTS = ("recipe", "flex", "fa4", "ours")
 VOCABULARY = 8192
 
 
 # ---- one variant, in a process of its own --------------------------------------------------------------------------------------------
 
 
-def upstream_forward(model, idx, targets, reduction, dtype):
+def attentions(model, name, device, whole=False):
+    """What computes attention in each layer, by a name of candidates.ATTENTION or "fa4"; whole: over the whole context in all of them."""
+    T = model.config.sequence_len
+    make = {**ATTENTION, "fa4": flash_attention_4}[name]
+    return [make(T if whole else window, T, device) for window, _ in model.window_sizes]
+
+
+def has_flash_attention_4():
+    return importlib.util.find_spec("flash_attn") is not None and importlib.util.find_spec("flash_attn.cute") is not None
+
+
+def flash_attention_4(window, T, device):
+    """FlashAttention 4 (package flash-attn-4), which takes windows."""
+    from flash_attn.cute import flash_attn_func
+
+    sides = (None, None) if window >= T - 1 else (window, 0)
+
+    def attend(q, k, v):
+        result = flash_attn_func(q, k, v, causal=True, window_size=sides)
+        return result[0] if isinstance(result, tuple) else result
+
+    return attend
+
+
+def upstream_forward(model, idx, targets, reduction, dtype, attends):
     """Upstream's forward pass on the parameters of `model`, in plain PyTorch, a product for each of q, k, v and the gates."""
     B, T = idx.shape
     norm = train.norm
@@ -61,7 +89,7 @@ def upstream_forward(model, idx, targets, reduction, dtype):
             gate = 2 * torch.sigmoid(attn.ve_gate(h[..., : attn.ve_gate_channels]))
             v = v + gate.unsqueeze(-1) * model.value_embeds[str(i)](idx).to(dtype).view(v.shape)
         q, k = norm(train.apply_rotary(q, cos, sin)), norm(train.apply_rotary(k, cos, sin))
-        x = x + attn.c_proj(model.attend[model.window_sizes[i][0]](q, k, v).flatten(2))
+        x = x + attn.c_proj(attends[i](q, k, v).flatten(2))
         x = x + block.mlp.c_proj(F.relu(block.mlp.c_fc(norm(x))).square())
     logits = model.lm_head(norm(x)).float()
     logits = 15 * torch.tanh(logits / 15)
@@ -70,35 +98,33 @@ def upstream_forward(model, idx, targets, reduction, dtype):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
 
 
-def upstream(model, dtype=torch.bfloat16):
+def upstream(model, dtype=torch.bfloat16, attention="sdpa", whole=False):
     """Upstream's forward pass, compiled, as a function to be called as train.py's models are: (idx, targets=None, reduction="mean")."""
-    compiled = torch.compile(upstream_forward, dynamic=False, fullgraph=True)
-    return lambda idx, targets=None, reduction="mean": compiled(model, idx, targets, reduction, dtype)
+    attends = attentions(model, attention, model.lm_head.weight.device, whole)
+    compiled = torch.compile(upstream_forward, dynamic=False, fullgraph=attention != "fa4")
+    return lambda idx, targets=None, reduction="mean": compiled(model, idx, targets, reduction, dtype, attends)
 
 
 def build(variant, device, vocabulary=VOCABULARY):
-    """(model, its loss function (idx, targets, reduction)) of a variant, compiled as it is meant to be."""
-    if variant != "ours":
-        train.FUSED, train.GRAPH, train.ATTENTION = False, False, "full" if variant == "recipe" else "flex"
-    model = train.build_model(train.model_config(vocabulary), device)
+    """(model, its loss function (idx, targets, reduction), which attention) of a variant, compiled as it is meant to be."""
+    model = harness.build(train.GPT, train.model_config(vocabulary), device)
     if variant == "ours":
-        train.compile_model(model, device)
-        return model, model
-    return model, upstream(model)
+        _, chosen = harness.compile_model(model, device)
+        return model, model, chosen.names
+    name, whole = {"recipe": ("sdpa", True), "flex": ("flex", False), "fa4": ("fa4", False)}[variant]
+    return model, upstream(model, attention=name, whole=whole), lambda: "sdpa over the whole context" if whole else name
 
 
 def measure(variant, tokens, micro_batch, loader, steps, cache):
     prepare.CACHE_DIR = cache  # of what is compiled and tuned; the dataset stays where it was found
-    train.TOTAL_BATCH_SIZE, train.DEVICE_BATCH_SIZE = tokens, micro_batch
     device = torch.device("cuda")
     torch.set_float32_matmul_precision("high")
     machine.keep_compiled()
     torch.manual_seed(42)
     tokenizer = prepare.Tokenizer.from_directory() if loader else None
-    model, loss_of = build(variant, device, tokenizer.get_vocab_size() if loader else VOCABULARY)
-    optimizer = model.setup_optimizer(
-        train.UNEMBEDDING_LR, train.EMBEDDING_LR, train.MATRIX_LR, train.WEIGHT_DECAY, train.ADAM_BETAS, train.SCALAR_LR
-    )
+    model, loss_of, attention = build(variant, device, tokenizer.get_vocab_size() if loader else VOCABULARY)
+    optimizer = train.make_optimizer(model)
+    records = variant == "ours" and not torch.version.hip
     T, micro_batches = train.MAX_SEQ_LEN, tokens // (micro_batch * train.MAX_SEQ_LEN)
     if loader:
         batches = ((x, y) for x, y, _ in prepare.make_dataloader(tokenizer, micro_batch, T, "train"))
@@ -119,11 +145,11 @@ def measure(variant, tokens, micro_batch, loader, steps, cache):
         for _ in range(micro_batches):
             loss = run(*next(batches))
         optimizer.step()
-        model.zero_grad(set_to_none=not train.GRAPH)
+        model.zero_grad(set_to_none=not records)
         return machine.wait_for(loss)
 
     step()
-    if train.GRAPH:
+    if records:
         run = machine.record(micro_step, *next(batches)) or micro_step
     step()
     start_up = time.time() - STARTED
@@ -161,8 +187,8 @@ def measure(variant, tokens, micro_batch, loader, steps, cache):
         "mfu_percent": 100 * 1000 * tokens / median * flops / machine.peak_flops(device)[0],
         "peak_mb": peak,
         "start_up_s": start_up,
-        "eval_tok_per_s": evaluation_speed(loss_of, model, next(batches), device, variant == "ours"),
-        "attention": model.attention,
+        "eval_tok_per_s": evaluation_speed(loss_of, model, next(batches), device, records),
+        "attention": attention(),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
     }
@@ -279,6 +305,10 @@ def main():
     if not args.report and not torch.cuda.is_available():
         sys.exit("train_step.py: needs a GPU that torch can use")
     batches = [tuple(map(int, b.split("/"))) for b in args.batches.split(",")]
+    variants = args.variants.split(",")
+    if "fa4" in variants and not args.report and not has_flash_attention_4():
+        print("fa4 is left out: FlashAttention 4 (pip install flash-attn-4) is not installed here")
+        variants.remove("fa4")
     if args.one:
         measure(args.one, *batches[0], args.loader, args.steps, args.cache)
         return
@@ -291,7 +321,7 @@ def main():
             for n in range(args.rounds):
                 for tokens, micro_batch in batches:
                     for loader in (False, True) if args.loader and n == args.rounds - 1 else (False,):
-                        for variant in args.variants.split(","):
+                        for variant in variants:
                             cache = os.path.join(caches, f"{variant}-{tokens}-{micro_batch}")
                             done = child(variant, tokens, micro_batch, loader, args.steps, cache)
                             if done:

@@ -252,7 +252,6 @@ def _main(model_class, model_config, make_optimizer, schedule, total_batch_size,
     print(f"Device: {device_name}, torch {torch.__version__}, bf16 peak {f'{peak / 1e12:g} TFLOP/s' if peak else 'unknown'}")
 
     path = args.evaluate or os.path.join(here, "unevaluated.pt")  # the trained model, until it is evaluated
-    machine.check_batch(total_batch_size, device_batch_size, MAX_SEQ_LEN)
     config = model_config(tokenizer.get_vocab_size())
     if args.evaluate:
         model, result = load(path, model_class, config, device, source)
@@ -355,6 +354,7 @@ def run(model_class, model_config, make_optimizer, schedule, total_batch_size, d
     for name, size in (("TOTAL_BATCH_SIZE", total_batch_size), ("DEVICE_BATCH_SIZE", device_batch_size)):
         if type(size) is not int or size < 1:
             fail(f"{name} {size!r} must be a whole number from 1")
+    machine.check_batch(total_batch_size, device_batch_size, MAX_SEQ_LEN)
     half = f"use DEVICE_BATCH_SIZE {device_batch_size // 2} (TOTAL_BATCH_SIZE can stay), or " if device_batch_size > 1 else "use "
 
     def main():

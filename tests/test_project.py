@@ -81,7 +81,7 @@ def program(monkeypatch):
 
 @pytest.mark.parametrize(("name", "arguments", "message"), [
     ("train_step", ["--batches", "131072"], "--batches 131072: use tokens/rows"),
-    ("train_step", ["--variants", "recipe,mine"], "--variants recipe,mine: use some of recipe,flex,ours"),
+    ("train_step", ["--variants", "recipe,mine"], "--variants recipe,mine: use some of recipe,flex,fa4,ours"),
     ("train_step", ["--rounds", 0], "--rounds 0 --steps 20: use 1 round or more"),
     ("train_step", ["--steps", 1], "--rounds 2 --steps 1: use 1 round or more, of 2 steps or more"),
     ("train_step", ["--report", "--out", "/nowhere"], "--out /nowhere: no folder that can be written"),
@@ -113,13 +113,13 @@ def test_loss_curves_needs_a_dataset(program, monkeypatch, tmp_path):
     assert "run python prepare.py" in call("--out", tmp_path)
 
 
-def test_loss_curves_edits_train_py_as_it_is(program, monkeypatch):
+def test_loss_curves_edits_the_run_as_it_is(program, monkeypatch):
     loss_curves, _ = program("loss_curves")
-    source = (PROJECT / "train.py").read_text()
+    source = (PROJECT / "harness/run.py").read_text()
     recipe = loss_curves.edited(source, "recipe", 700)
-    compile(recipe, "train.py", "exec")
-    assert "\nFUSED = False and " in recipe and '\nATTENTION = "flex"' in recipe and "(step + 1 - WARMUP_STEPS) / 689" in recipe
-    with pytest.raises(SystemExit, match="train.py has 'seconds [+]= elapsed' 0 times"):
+    compile(recipe, "run.py", "exec")
+    assert "model.compile(dynamic=False)" in recipe and "(step + 1 - WARMUP_STEPS) / 689" in recipe
+    with pytest.raises(SystemExit, match="harness/run.py has 'seconds [+]= elapsed' 0 times"):
         loss_curves.edited(recipe, "ours", 700)
     monkeypatch.setattr(loss_curves, "edited", lambda *a: "print('FAIL: no'); raise SystemExit(3)")
     with pytest.raises(SystemExit, match="ours with seed 42 ended with 3: FAIL: no"):

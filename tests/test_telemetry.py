@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkout import Checkout
 from nights import HEADER, outcome, row, write_run
-from test_train import clone, run, summary
+from test_train import clone, edit_harness, run, summary
 
 import machine
 import results
@@ -163,10 +163,8 @@ def test_lines_of_the_summary(demo, tmp_path):
     """After all others; and saved with the model, for the summary of its evaluation."""
     lay_out_card(tmp_path / "root")
     folder = clone(tmp_path, DEPTH=1)
-    source = (folder / "train.py").read_text()
     sensors = f"__import__('telemetry').Sampler('amd', None, 0.05, {str(tmp_path / 'root')!r})"
-    assert source.count("machine.sensors(device)") == 1
-    (folder / "train.py").write_text(source.replace("machine.sensors(device)", sensors))
+    edit_harness(folder, "machine.sensors(device)", sensors)
     done = run(folder, "--keep", AUTORESEARCH_TIME_BUDGET="1", AUTORESEARCH_RUN="a token")
     assert done.returncode == 0, done.stderr
     lines = {"gpu_clock_mhz_mean": "2012", "gpu_clock_mhz_min": "2012", "gpu_temp_c_max": "72", "gpu_watts_mean": "98.5"}

@@ -54,6 +54,15 @@ def clone(folder, **edits):
     return folder
 
 
+def edit_harness(folder, old, new):
+    """A clone's own harness/run.py, with a text replaced that stands in it once."""
+    (folder / "harness").unlink()
+    shutil.copytree(PROJECT / "harness", folder / "harness")
+    source = (folder / "harness/run.py").read_text()
+    assert source.count(old) == 1
+    (folder / "harness/run.py").write_text(source.replace(old, new))
+
+
 def run(folder, *args, **environment):
     """train.py as on a machine without a GPU, whose demonstration this is."""
     env = {**os.environ, **NO_GPU, **environment}
@@ -76,11 +85,7 @@ def finished(demo, tmp_path_factory):
     """A short demonstration, whole: trained, saved, evaluated, kept."""
 
     def call(folder):
-        (clone(folder) / "harness").unlink()
-        shutil.copytree(PROJECT / "harness", folder / "harness")
-        source, lines = (folder / "harness/run.py").read_text(), "machine.Progress()"
-        assert source.count(lines) == 1
-        (folder / "harness/run.py").write_text(source.replace(lines, "machine.Progress(every=0.5)"))
+        edit_harness(clone(folder), "machine.Progress()", "machine.Progress(every=0.5)")
         return run(folder, "--keep", AUTORESEARCH_TIME_BUDGET="3", AUTORESEARCH_SEED="7", GPU_BF16_PEAK_FLOPS="1e12")
 
     return called_once(tmp_path_factory, "a finished run", call)
@@ -258,8 +263,7 @@ def test_sizes_that_do_not_fit(monkeypatch, capsys, edits, message):
     ((4096, 0), "DEVICE_BATCH_SIZE 0 must be a whole number from 1"),
     ((4096.0, 16), "TOTAL_BATCH_SIZE 4096.0 must be a whole number from 1"),
 ])  # fmt: skip
-def test_batches_that_do_not_fit(demo, no_gpu, monkeypatch, capsys, sizes, message):
-    monkeypatch.setattr(sys, "argv", ["train.py"])
+def test_batches_that_do_not_fit(capsys, sizes, message):
     with pytest.raises(SystemExit) as ended:
         harness.run(train.GPT, train.model_config, train.make_optimizer, train.schedule, *sizes)
     error = capsys.readouterr().err
@@ -546,7 +550,8 @@ def test_no_recompilation_over_a_changing_schedule(monkeypatch):
     torch._dynamo.reset()
     model = small_model(DEVICE, sequence_len=64, n_layer=2, window_pattern="SL")
     optimizer = model.setup_optimizer(weight_decay=0.2)
-    compiled = torch.compile(model, dynamic=False, fullgraph=True, backend=kernels.Fusion(backend=backend))
+    whole = kernels.Fusion() if DEVICE.type == "cuda" else backend
+    compiled = torch.compile(model, dynamic=False, fullgraph=True, backend=whole)
     for name in ("adamw_step", "muon_step"):
         step = torch.compile(getattr(train, name).function, dynamic=False, fullgraph=True, backend=backend)
         monkeypatch.setattr(train, name, step)
