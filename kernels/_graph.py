@@ -60,10 +60,10 @@ OPERATIONS = {
         attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False,
     ),
 }
-# What keeps a tensor's elements in their order, whatever its arguments are; and what at most changes its dtype, device or strides.
+# What keeps a tensor's elements in their order, whatever its arguments are; and what at most changes its dtype or device.
 SHAPE = {torch.reshape, torch.flatten, torch.unflatten, torch.unsqueeze, torch.squeeze, "view", "reshape", "flatten", "unflatten",
          "unsqueeze", "squeeze"}
-CAST = {"to", "float", "bfloat16", "half", "type", "type_as", "contiguous"}
+CAST = {"to", "float", "bfloat16", "half", "type", "type_as"}
 _NAMES = {target: name for name, (targets, _, _) in OPERATIONS.items() for target in targets}
 _NAMES |= {"expand": "expand"} | dict.fromkeys(SHAPE, "shape") | dict.fromkeys(CAST, "cast")
 
@@ -260,6 +260,17 @@ def without_in_place_sums(graph):
         fits = not isinstance(y, torch.Tensor) or y.ndim == 0 or y.shape == value(x).shape
         if fresh and fits and torch.result_type(value(x), y) == value(x).dtype:
             n.target = getattr(operator, name)
+
+
+def tidy(graph):
+    """Leave out what changes nothing, so that readers of a tensor are readers of one node; and let no view depend on strides, which what
+    is put before it may have otherwise."""
+    for n in list(graph.nodes):
+        if same(n):
+            n.replace_all_uses_with(n.args[0])
+            graph.erase_node(n)
+        elif n.op == "call_method" and n.target == "view" and not any(isinstance(a, torch.dtype) for a in (*n.args, *n.kwargs.values())):
+            n.target = "reshape"
 
 
 def sort(graph):

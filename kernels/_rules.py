@@ -356,10 +356,11 @@ def qk(rw, n):
 
 
 _CONSTANT = {
-    torch.arange, torch.ones, torch.zeros, torch.full, torch.tril, torch.triu, torch.abs, torch.logical_and, torch.logical_or,
-    torch.logical_not, torch.lt, torch.le, torch.gt, torch.ge, torch.eq, operator.le, operator.lt, operator.ge, operator.gt, operator.eq,
-    operator.and_, operator.or_, operator.invert, operator.sub, operator.add, operator.neg, operator.getitem, "view", "reshape",
-    "unsqueeze", "expand", "tril", "triu", "bool", "to", "t", "transpose", "abs", "logical_and", "logical_not",
+    torch.arange, torch.ones, torch.zeros, torch.full, torch.tril, torch.triu, torch.abs, torch.cumsum, torch.diff, torch.logical_and,
+    torch.logical_or, torch.logical_not, torch.lt, torch.le, torch.gt, torch.ge, torch.eq, torch.ne, operator.le, operator.lt, operator.ge,
+    operator.gt, operator.eq, operator.ne, operator.and_, operator.or_, operator.invert, operator.sub, operator.add, operator.neg,
+    operator.getitem, "view", "reshape", "unsqueeze", "expand", "tril", "triu", "bool", "to", "t", "transpose", "abs", "cumsum", "diff",
+    "logical_and", "logical_not", "new_ones", "new_zeros", "new_full",
 }
 
 
@@ -373,7 +374,11 @@ def constant(n):
         if a not in known:
             if a.target not in _CONSTANT:
                 raise LookupError
-            arguments, keywords = torch.fx.node.map_aggregate((a.args, a.kwargs), compute)
+            if str(a.target).startswith("new_"):  # of its tensor only dtype and device count
+                arguments, keywords = (torch.empty((), dtype=value(a).dtype), *a.args[1:]), a.kwargs
+                arguments = torch.fx.node.map_aggregate(arguments, lambda x: compute(x) if isinstance(x, torch.fx.Node) else x)
+            else:
+                arguments, keywords = torch.fx.node.map_aggregate((a.args, a.kwargs), compute)
             if "device" in keywords:
                 keywords = dict(keywords) | {"device": "cpu"}
             f = getattr(arguments[0], a.target) if a.op == "call_method" else a.target
@@ -388,13 +393,14 @@ def constant(n):
 
 
 def causal_window(seen, T):
-    """window if `seen` (T, T) bool has query i see keys i - window … i, at most T - 1; None for any other mask."""
-    if seen.dtype != torch.bool or tuple(seen.shape) != (T, T):
+    """window if `seen` (…, T, T) bool has query i see keys i - window … i, at most T - 1, everywhere; None for any other mask."""
+    if seen.dtype != torch.bool or tuple(seen.shape[-2:]) != (T, T):
         return None
-    window = int(seen[-1].sum()) - 1
+    seen = seen.reshape(-1, T, T)
+    window = int(seen[0, -1].sum()) - 1
     i = torch.arange(T)
     distance = i[:, None] - i
-    return window if torch.equal(seen, (distance >= 0) & (distance <= window)) else None
+    return window if bool((seen == ((distance >= 0) & (distance <= window))).all()) else None
 
 
 def _attention_case(rw, n):

@@ -17,7 +17,7 @@ import os
 import torch
 
 from . import _proof, _rules
-from ._graph import kind, op, same, sort, stateful, value, where, without_in_place_sums
+from ._graph import kind, op, sort, stateful, tidy, value, where, without_in_place_sums
 from ._proof import REFERENCES
 
 
@@ -81,10 +81,7 @@ def _fused(gm, example_inputs, fusion, graph):
     if bad := next(filter(stateful, new.graph.nodes), None):
         graph.rejected = f"{_name(bad)}{_at(where(bad))} writes into a tensor or switches gradients or autocast"
         return gm
-    for n in list(new.graph.nodes):
-        if same(n):  # so that readers of a tensor are readers of one node
-            n.replace_all_uses_with(n.args[0])
-            new.graph.erase_node(n)
+    tidy(new.graph)
     rw = _rules.Rewriter(new.graph, fake.fake_mode, fusion.attention)
     for rule in _rules.RULES:
         graph.fused += _applied(rule, rw)

@@ -333,15 +333,21 @@ def readme(language, *sections):
 
 def test_readme_has_no_other_code():
     text = (PROJECT / "kernels/README.md").read_text()
-    assert re.findall(r"^```(\w+)$", text, re.M) == ["python", "python", "sh", "python", "python"] and text.count("```") == 10
+    assert (
+        re.findall(r"^```(\w+)$", text, re.M) == ["python", "python", "text", "python", "sh", "python", "python"]
+        and text.count("```") == 14
+    )
 
 
 @runs_kernels
 def test_readme_with_the_folder_copied(tmp_path):
     """kernels/ and nothing else of the project."""
     shutil.copytree(PROJECT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    script = readme("python", "Use: copy the folder", "Use: in a model that exists")
-    checks = """
+    found = [] if older("transformers", (5, 0)) else ["Use: let torch.compile find them"]
+    script = readme("python", "Use: copy the folder", *found, "Use: in a model that exists")
+    without_lines = [line.split(" (")[0] for line in readme("text", *found).splitlines()]  # which differ between versions of transformers
+    checks = f"""
+assert not {found} or [line.split(" (")[0] for line in said.splitlines()][:-1] == {without_lines[:-1]}, said
 assert x.grad.isfinite().all() and lm_head.grad.isfinite().all() and loss.isfinite()
 assert model[1].weight.grad is not None and model[1].forward.__func__ is RMSNorm.forward
 """
