@@ -21,7 +21,7 @@ import statistics
 import sys
 
 import doctor
-import telemetry
+from harness.common import telemetry
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PATH = os.path.join(HERE, "report.md")

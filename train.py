@@ -15,8 +15,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from harness.ending import fail
 from harness.run import compiled, run
-from machine import fail
 from prepare import DATASET, MAX_SEQ_LEN
 
 # ---------------------------------------------------------------------------

@@ -45,9 +45,9 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 import train_step
 
-import machine
 import prepare
 import train
+from harness import machine
 from harness import run as harness
 
 FORMS = ("float32", "recipe", "ours")

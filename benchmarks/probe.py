@@ -22,7 +22,7 @@ import time
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-import child
+from harness.common import child
 
 PROGRAM = [sys.executable, os.path.abspath(__file__), "--child"]
 HANG_SECONDS = 90  # without a row

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import child
+from harness.common import child
 
 SWITCH = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
 BACKENDS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH")

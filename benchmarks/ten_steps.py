@@ -22,8 +22,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import torch
 
-import machine
 import train
+from harness import ending, machine
 from harness import run as harness
 from prepare import WARMUP_STEPS
 
@@ -35,7 +35,7 @@ class Enough(Exception):
     """The steps that were wanted are done."""
 
 
-class Steps(machine.Progress):
+class Steps(harness.Progress):
     """Every step's line, and the end of the training after the last step that is wanted."""
 
     lines, startup = [], None
@@ -56,12 +56,12 @@ class Steps(machine.Progress):
 
 
 def main():
-    machine.Progress = Steps
+    harness.Progress = Steps
     with contextlib.suppress(Enough):
         runpy.run_path(train.__file__, run_name="__main__")
     timed = [match for line in Steps.lines[WARMUP_STEPS:] if (match := LINE.match(line))]
     if len(timed) < STEPS:
-        machine.fail("train.py's lines of progress are not those that program.md asks for")
+        ending.fail("train.py's lines of progress are not those that program.md asks for")
     ms = [int(match[1]) for match in timed]
     known = [float(match[2][:-1]) for match in timed if match[2] != "n/a"]
     facts = {

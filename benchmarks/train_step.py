@@ -37,11 +37,11 @@ import torch.nn.functional as F
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-import machine
 import prepare
 import train
-from candidates import ATTENTION
+from harness import cuda_graph, machine
 from harness import run as harness
+from harness.candidates import ATTENTION
 
 VARIANTS = ("recipe", "flex", "fa4", "ours")
 VOCABULARY = 8192
@@ -146,11 +146,11 @@ def measure(variant, tokens, micro_batch, loader, steps, cache):
             loss = run(*next(batches))
         optimizer.step()
         model.zero_grad(set_to_none=not records)
-        return machine.wait_for(loss)
+        return cuda_graph.wait_for(loss)
 
     step()
     if records:
-        run = machine.record(micro_step, *next(batches)) or micro_step
+        run = cuda_graph.record(micro_step, *next(batches)) or micro_step
     step()
     start_up = time.time() - STARTED
     for _ in range(5):
@@ -198,7 +198,7 @@ def measure(variant, tokens, micro_batch, loader, steps, cache):
 def evaluation_speed(loss_of, model, batch, device, recorded):
     model.eval()
     with torch.no_grad(), machine.autocast(device):
-        losses = machine.recorded_losses(loss_of) if recorded else loss_of
+        losses = cuda_graph.recorded_losses(loss_of) if recorded else loss_of
         for _ in range(3):
             losses(*batch, reduction="none")
         times = []

@@ -11,16 +11,17 @@ import inspect
 import math
 import os
 import platform
+import sys
 import time
 from dataclasses import asdict
 
 import torch
 
-import backends
-import machine
 import prepare
-from machine import fail
 from prepare import EVAL_TOKENS, MAX_SEQ_LEN, TIME_BUDGET, WARMUP_STEPS
+
+from . import checkpoint, choice, cuda_graph, ending, machine
+from .ending import fail
 
 EARLY_CHECK = 50  # the step before which a recorded graph is compared with Python for the first time
 STEADY_STEPS = 3  # after so many nothing may be compiled again: what changed then will change each step
@@ -59,8 +60,8 @@ def compile_model(model, device):
     except ModuleNotFoundError as e:
         if e.name != "triton":
             raise
-        fail(f"this torch ({torch.__version__}) has no Triton, by which it compiles: install it again", machine.EXIT_ENVIRONMENT)
-    chosen = backends.Chosen()
+        fail(f"this torch ({torch.__version__}) has no Triton, by which it compiles: install it again", ending.EXIT_ENVIRONMENT)
+    chosen = choice.Chosen()
     fusion = kernels.Fusion(attention=chosen.attention, products=chosen.products)
     model.compile(backend=fusion, dynamic=False)
     return fusion, chosen
@@ -78,8 +79,8 @@ def rehearse(model, device):
 
 
 def load(path, model_class, template, device, source):
-    """(model, facts) of a file that `machine.save` wrote; ends the run where it is no model of this train.py."""
-    saved = machine.load(path, device)
+    """(model, facts) of a file that `checkpoint.save` wrote; ends the run where it is no model of this train.py."""
+    saved = checkpoint.load(path, device)
     try:
         model, facts = build(model_class, type(template)(**saved["config"]), device), saved["facts"]
         model.load_state_dict(saved["model"])
@@ -93,6 +94,38 @@ def load(path, model_class, template, device, source):
 
 
 # ---- training ----------------------------------------------------------------------------------------------------------------------------
+
+
+class Progress:
+    """One updating line on a terminal; into a file a plain line every few seconds."""
+
+    def __init__(self, every=5.0):
+        self.terminal, self.every, self.last = sys.stdout.isatty(), every, -math.inf
+
+    def show(self, line):
+        now = time.monotonic()
+        if self.terminal:
+            print(f"\r{line}\x1b[K", end="", flush=True)
+        elif now - self.last >= self.every:
+            self.last = now
+            print(line, flush=True)
+
+    def end(self):
+        if self.terminal:
+            print()
+
+
+def check_batch(total, rows, T):
+    """End the run if TOTAL_BATCH_SIZE tokens are not made of whole micro-batches of DEVICE_BATCH_SIZE rows of T."""
+    tokens = rows * T
+    if total % tokens == 0:
+        return
+    fits = [b for b in range(1, total // T + 1) if total % (b * T) == 0]
+    nearest = f"DEVICE_BATCH_SIZE {min(fits, key=lambda b: abs(b - rows))} or " if fits else ""
+    fail(
+        f"TOTAL_BATCH_SIZE {total} is no multiple of DEVICE_BATCH_SIZE {rows} × {T} = {tokens} tokens"
+        f"; the nearest that work: {nearest}TOTAL_BATCH_SIZE {max(1, round(total / tokens)) * tokens}"
+    )
 
 
 class Micro:
@@ -114,7 +147,7 @@ class Micro:
 
     def record(self, x, y):
         if self.records:
-            self.recorded = machine.record(self.compute, x, y)
+            self.recorded = cuda_graph.record(self.compute, x, y)
             self.records = self.recorded is not None
 
     def check(self, x, y):
@@ -155,7 +188,7 @@ def train(model, optimizer, schedule, loader, device, total_batch_size, device_b
     """
     parts = total_batch_size // (device_batch_size * MAX_SEQ_LEN)
     micro = Micro(model, device, parts)
-    progress_line = machine.Progress()
+    progress_line = Progress()
     smooth_loss = seconds = 0.0
     step = tokens = 0
     x, y, epoch = next(loader)
@@ -173,7 +206,7 @@ def train(model, optimizer, schedule, loader, device, total_batch_size, device_b
         if step == 0 and (unused := [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]):
             print(f"WARNING: not trained, because the loss does not depend on it: {', '.join(unused)}")
         model.zero_grad(set_to_none=not micro.records)  # a recorded graph adds to the gradients where they are
-        loss = machine.wait_for(losses / parts)  # the step's only synchronisation
+        loss = cuda_graph.wait_for(losses / parts)  # the step's only synchronisation
         if not -math.inf < loss <= 100:  # NaN too
             progress_line.end()
             fail(f"the loss is {loss} at step {step}: the run diverged")
@@ -235,7 +268,7 @@ def _main(model_class, model_config, make_optimizer, schedule, total_batch_size,
 
     program = os.path.abspath(inspect.getfile(model_config))
     here = os.path.dirname(program)
-    started, source = time.time(), machine.file_digest(program)
+    started, source = time.time(), checkpoint.file_digest(program)
     seed = prepare.seed_everything()
     torch.set_float32_matmul_precision("high")
     machine.keep_compiled()
@@ -270,8 +303,7 @@ def _main(model_class, model_config, make_optimizer, schedule, total_batch_size,
         loader = prepare.make_dataloader(tokenizer, device_batch_size, MAX_SEQ_LEN, "train")
         if os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK):
             fail(
-                f"{path} can't be written, where the trained model is kept until it is evaluated: make room for it",
-                machine.EXIT_ENVIRONMENT,
+                f"{path} can't be written, where the trained model is kept until it is evaluated: make room for it", ending.EXIT_ENVIRONMENT
             )
         sensors = machine.sensors(device)
         rehearse(model, device)
@@ -299,13 +331,13 @@ def _main(model_class, model_config, make_optimizer, schedule, total_batch_size,
             "sensors": sensors.summary(),
         }
         del optimizer, loader
-        saved = machine.save(path, {"config": asdict(config), "model": model.state_dict(), "facts": result})
+        saved = checkpoint.save(path, {"config": asdict(config), "model": model.state_dict(), "facts": result})
 
     evaluation_started = time.time()
     model.eval()
     records = device.type == "cuda" and not torch.version.hip
     with machine.autocast(device):
-        losses = machine.recorded_losses(model) if records else model
+        losses = cuda_graph.recorded_losses(model) if records else model
         val_bpb = prepare.evaluate_bpb(losses, tokenizer, result["device_batch_size"])
     ended = time.time()
     summary = {"val_bpb": f"{val_bpb:.6f}", "training_seconds": result["training_seconds"], "total_seconds": f"{ended - started:.1f}"}
@@ -354,15 +386,15 @@ def run(model_class, model_config, make_optimizer, schedule, total_batch_size, d
     for name, size in (("TOTAL_BATCH_SIZE", total_batch_size), ("DEVICE_BATCH_SIZE", device_batch_size)):
         if type(size) is not int or size < 1:
             fail(f"{name} {size!r} must be a whole number from 1")
-    machine.check_batch(total_batch_size, device_batch_size, MAX_SEQ_LEN)
+    check_batch(total_batch_size, device_batch_size, MAX_SEQ_LEN)
     half = f"use DEVICE_BATCH_SIZE {device_batch_size // 2} (TOTAL_BATCH_SIZE can stay), or " if device_batch_size > 1 else "use "
 
     def main():
         try:
             _main(model_class, model_config, make_optimizer, schedule, total_batch_size, device_batch_size)
         except torch._dynamo.exc.BackendCompilerFailed as e:
-            if isinstance(e.inner_exception, backends.NoneUsable):
-                fail(e.inner_exception, machine.EXIT_ENVIRONMENT)
+            if isinstance(e.inner_exception, choice.NoneUsable):
+                fail(e.inner_exception, ending.EXIT_ENVIRONMENT)
             raise
 
-    machine.run(main, f"with DEVICE_BATCH_SIZE {device_batch_size}: {half}a smaller model")
+    ending.run(main, f"with DEVICE_BATCH_SIZE {device_batch_size}: {half}a smaller model")

@@ -24,7 +24,8 @@ ANSWER = "autoresearch answers: "
 # What the node would train on, in a process of its own: importing torch takes seconds and may crash.
 FIT = """
 import json, sys
-import machine, prepare
+import prepare
+from harness import machine
 try:
     fingerprint = prepare.fingerprint()
 except prepare.DataError as e:

@@ -74,7 +74,7 @@ def changed_names(old, new):
     return [name for name in {**new, **old} if old.get(name) != new.get(name)] or ["imports"]
 
 
-FIXED = ("prepare", "machine", "harness", "backends", "candidates")
+FIXED = ("prepare", "harness")
 
 
 def is_fixed(module):

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.nn.functional as F
 
-import candidates
+from harness import candidates
 
 
 class AfterBackward(torch.autograd.Function):

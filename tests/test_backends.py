@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import backends
-import candidates
-import child
 import prepare
+from harness import candidates
+from harness import choice as backends
+from harness.common import child
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
@@ -370,13 +370,13 @@ def test_what_was_found_holds_for_a_device_its_versions_and_this_code(monkeypatc
     for owner, name in ((triton, "__version__"), (torch, "__version__"), (torch.version, "hip"), (device, "gcnArchName")):
         monkeypatch.setattr(owner, name, "another")
         found.append(backends._here(DEVICE))
-    monkeypatch.setattr(backends.machine, "file_digest", lambda path: f"{Path(path).name:8}")
+    monkeypatch.setattr(backends.checkpoint, "file_digest", lambda path: f"{Path(path).name:8}")
     found.append(backends._here(DEVICE))
     monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
     found.append(backends._here(DEVICE))
     assert found[-1][-2] == "no Triton"
     assert len({json.dumps(f) for f in found}) == len(found)
-    assert all(name[:8] in found[-1][-1] for name in ("backends.py", "candidates.py", "attention.py", "linear.py", "_common.py"))
+    assert all(name[:8] in found[-1][-1] for name in ("choice.py", "candidates.py", "attention.py", "linear.py", "_common.py"))
 
 
 def test_one_that_is_missing_is_passed_over(monkeypatch):

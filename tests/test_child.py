@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from conftest import PROJECT
 
-import child
+from harness.common import child
 
-BEGIN = f"import os, signal, subprocess, sys, time\nsys.path.insert(0, {str(PROJECT)!r})\nimport child\ntask, answer = child.begin()\n"
+FIND = f"import os, signal, subprocess, sys, time\nsys.path.insert(0, {str(PROJECT)!r})\nfrom harness.common import child\n"
+BEGIN = f"{FIND}task, answer = child.begin()\n"
 
 
 def processes():
@@ -80,7 +81,7 @@ def test_what_it_says_without_end_fills_no_disk(ask):
 def test_where_a_launcher_left_sigchld_ignored(tmp_path):
     """Then the kernel keeps no exit codes."""
     (tmp_path / "asks.py").write_text(
-        f"import sys\nsys.path.insert(0, {str(PROJECT)!r})\nimport child\n"
+        f"import sys\nsys.path.insert(0, {str(PROJECT)!r})\nfrom harness.common import child\n"
         f"with child.Child([sys.executable, '-c', {BEGIN + 'answer(n=1); os.abort()'!r}]) as c: print(list(c.answers({{}}, 5)), c.end)"
     )
     launch = "import os, signal, sys\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nos.execv(sys.executable, [sys.executable, 'asks.py'])"
@@ -138,7 +139,7 @@ def test_it_ends_when_its_parent_is_killed(hang):
     inner = BEGIN + f"answer(pid=os.getpid(), other=subprocess.Popen(['sleep', '60']).pid)\n{hang}"
     first = "next(started.answers({}, 60))" if hang else "{'pid': started.process.pid}"
     start = f"started = child.Child([sys.executable, '-c', {inner!r}])"
-    code = f"import json, sys, time\nsys.path.insert(0, {str(PROJECT)!r})\nimport child\n{start}\n"
+    code = f"import json, sys, time\nsys.path.insert(0, {str(PROJECT)!r})\nfrom harness.common import child\n{start}\n"
     code += f"print(json.dumps({first}), flush=True)\ntime.sleep(60)"
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     pids = json.loads(parent.stdout.readline())

@@ -828,7 +828,12 @@ def test_each_candidate_of_the_probe_has_a_process_of_its_own(monkeypatch, tmp_p
         "answer(what=task['part'], backend=task['candidate'], pid=os.getpid())",
     )
     program.write_text(
-        "\n".join([f"import os, sys; sys.path.insert(0, {str(PROJECT)!r}); import child; task, answer = child.begin()", *lines])
+        "\n".join(
+            [
+                f"import os, sys\nsys.path.insert(0, {str(PROJECT)!r})\nfrom harness.common import child\ntask, answer = child.begin()",
+                *lines,
+            ]
+        )
     )
     monkeypatch.setattr(probe, "PROGRAM", [sys.executable, str(program)])
     assert list(probe.rows_of("gemm", "cpu")) == [{"what": "gemm", "library": "CPU", "harm": "took its process down: signal 6 (oops)"}]
@@ -854,7 +859,7 @@ def test_memory_cap_is_set_in_one_place_and_on_gfx1151_whatever_it_says_of_itsel
 
     import torch
 
-    import machine
+    from harness import machine
 
     caps = []
     part = SimpleNamespace(gcnArchName="gfx1151", total_memory=2**50, is_integrated=0)
@@ -869,7 +874,8 @@ def test_memory_cap_is_set_in_one_place_and_on_gfx1151_whatever_it_says_of_itsel
     with pytest.raises(SystemExit):
         machine.cap_shared_memory(torch.device("cuda"))
     assert "GPU_MEMORY_FRACTION=80" in capsys.readouterr().err
-    names = [path.name for path in PROJECT.glob("*.py") if "set_per_process_memory_fraction(" in path.read_text()]
+    files = (*PROJECT.glob("*.py"), *PROJECT.glob("harness/**/*.py"))
+    names = [path.name for path in files if "set_per_process_memory_fraction(" in path.read_text()]
     assert names == ["machine.py"]
 
 

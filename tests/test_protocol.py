@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-import candidates
 import prepare
 import train
+from harness import candidates
 
 GOLDEN = Path(__file__).parent / "golden"
 TEXT = json.loads((GOLDEN / "golden.json").read_text())

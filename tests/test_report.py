@@ -245,10 +245,12 @@ def checkout(tmp_path):
     folder = tmp_path / "my project"
     folder.mkdir()
     clone(folder, DEPTH=2, TOTAL_BATCH_SIZE=512, DEVICE_BATCH_SIZE=2)
-    for name in ("doctor.py", "report.py", "telemetry.py", "prepare.py", "machine.py", "backends.py"):
+    for name in ("doctor.py", "report.py", "prepare.py"):
         (folder / name).unlink(missing_ok=True)
         shutil.copy(PROJECT / name, folder)  # a link would be followed to where it lies
-    shutil.copytree(PROJECT / "benchmarks", folder / "benchmarks", ignore=shutil.ignore_patterns("__pycache__", "*.csv", "*.png"))
+    (folder / "harness").unlink()
+    for name in ("harness", "benchmarks"):
+        shutil.copytree(PROJECT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.csv", "*.png"))
     return folder
 
 

@@ -23,7 +23,7 @@ import pytest
 from conftest import called_once, made_once
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ["run.sh", "test.sh", "env.sh", "doctor.py", "report.py", "telemetry.py", "pyproject.toml"]
+SCRIPTS = ["run.sh", "test.sh", "env.sh", "doctor.py", "report.py", "harness", "pyproject.toml"]
 NOWHERE = "http://127.0.0.1:9"  # nothing listens there
 
 PREPARE = """
@@ -165,10 +165,15 @@ def strip_venv(path):
     return ":".join(entry for entry in path.split(":") if not entry.startswith(sys.prefix) or sys.prefix == sys.base_prefix)
 
 
+def copy_files(folder):
+    for name in SCRIPTS:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
+        copy(ROOT / name, Path(folder, name))
+
+
 def copy_scripts(folder):
     folder.mkdir(parents=True)
-    for name in SCRIPTS:
-        shutil.copy2(ROOT / name, folder)
+    copy_files(folder)
     (folder / "prepare.py").write_text(PREPARE)
     (folder / "train.py").write_text(TRAIN)
     return folder
@@ -554,8 +559,7 @@ def test_no_permission_on_kfd(env):
         machine(env, amd=[110501])
         (Path(folder) / "dev/kfd").chmod(0)
         os.chmod(folder, 0o755)
-        for name in SCRIPTS:
-            shutil.copy2(ROOT / name, folder)
+        copy_files(folder)
         env = env | {"AUTORESEARCH_HARDWARE": "gfx1151", "AUTORESEARCH_SKIP_CHECKS": "disk,toolchain"}  # which another user may lack
         command = [sys.executable, "doctor.py", "--stop", "--before-install"]
         if os.geteuid() == 0:  # whom no permission stops

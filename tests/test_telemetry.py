@@ -13,9 +13,9 @@ from checkout import Checkout
 from nights import HEADER, outcome, row, write_run
 from test_train import clone, edit_harness, run, summary
 
-import machine
 import results
-import telemetry
+from harness import machine
+from harness.common import telemetry
 
 SENSORS = {"freq1_input": "2012000000", "temp1_input": "71500", "temp1_crit": "100000", "power1_average": "98500000"}
 
@@ -163,7 +163,7 @@ def test_lines_of_the_summary(demo, tmp_path):
     """After all others; and saved with the model, for the summary of its evaluation."""
     lay_out_card(tmp_path / "root")
     folder = clone(tmp_path, DEPTH=1)
-    sensors = f"__import__('telemetry').Sampler('amd', None, 0.05, {str(tmp_path / 'root')!r})"
+    sensors = f"__import__('harness.common.telemetry').common.telemetry.Sampler('amd', None, 0.05, {str(tmp_path / 'root')!r})"
     edit_harness(folder, "machine.sensors(device)", sensors)
     done = run(folder, "--keep", AUTORESEARCH_TIME_BUDGET="1", AUTORESEARCH_RUN="a token")
     assert done.returncode == 0, done.stderr

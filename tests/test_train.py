@@ -20,9 +20,9 @@ from conftest import PROJECT, called_once
 from interpreter import needs_interpreter
 
 import kernels
-import machine
 import prepare
 import train
+from harness import checkpoint, cuda_graph, ending, machine
 from harness import run as harness
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -48,7 +48,7 @@ def clone(folder, **edits):
     assert all(re.search(rf"^{name} = ", source, re.M) for name in edits) and source.count(end) == 1
     source = source.replace(end, "".join(f"\n{name} = {value}" for name, value in edits.items()) + end)
     (folder / "train.py").write_text(source)
-    for name in ("prepare.py", "machine.py", "telemetry.py", "backends.py", "candidates.py", "child.py", "kernels", "harness"):
+    for name in ("prepare.py", "kernels", "harness"):
         if not (folder / name).exists():
             (folder / name).symlink_to(PROJECT / name)
     return folder
@@ -85,7 +85,7 @@ def finished(demo, tmp_path_factory):
     """A short demonstration, whole: trained, saved, evaluated, kept."""
 
     def call(folder):
-        edit_harness(clone(folder), "machine.Progress()", "machine.Progress(every=0.5)")
+        edit_harness(clone(folder), "progress_line = Progress()", "progress_line = Progress(every=0.5)")
         return run(folder, "--keep", AUTORESEARCH_TIME_BUDGET="3", AUTORESEARCH_SEED="7", GPU_BF16_PEAK_FLOPS="1e12")
 
     return called_once(tmp_path_factory, "a finished run", call)
@@ -123,7 +123,7 @@ def test_kept_model_evaluates_to_the_same_number(finished):
 
 
 def load(path):
-    return harness.load(str(path), train.GPT, train.model_config(512), torch.device("cpu"), machine.file_digest(train.__file__))
+    return harness.load(str(path), train.GPT, train.model_config(512), torch.device("cpu"), checkpoint.file_digest(train.__file__))
 
 
 def test_evaluating_what_is_no_model(finished, no_gpu, tmp_path, capsys):
@@ -324,8 +324,8 @@ def test_out_of_memory_says_what_to_lower(demo, tmp_path):
     [
         (FileNotFoundError(2, "No such file or directory", "notes.txt"), 1),  # a path that train.py names
         (IsADirectoryError(21, "Is a directory", "notes"), 1),
-        (OSError(28, "No space left on device"), machine.EXIT_ENVIRONMENT),
-        (prepare.DataError("the tokens are gone"), machine.EXIT_ENVIRONMENT),
+        (OSError(28, "No space left on device"), ending.EXIT_ENVIRONMENT),
+        (prepare.DataError("the tokens are gone"), ending.EXIT_ENVIRONMENT),
         (prepare.NoResult("val_bpb is nan"), 1),
         (torch.OutOfMemoryError("CUDA out of memory"), 1),
         (KeyboardInterrupt(), 130),
@@ -337,7 +337,7 @@ def test_every_end_has_its_line_and_exit_code(capsys, error, code):
         raise error
 
     with pytest.raises(SystemExit) as end:
-        machine.run(main, "with DEVICE_BATCH_SIZE 8: use 4")
+        ending.run(main, "with DEVICE_BATCH_SIZE 8: use 4")
     line = capsys.readouterr().err
     assert end.value.code == code and line.startswith("FAIL: ") and line.count("\n") == 1
     assert (str(error) or "interrupted") in line and ("use 4" in line) == isinstance(error, torch.OutOfMemoryError)
@@ -346,7 +346,7 @@ def test_every_end_has_its_line_and_exit_code(capsys, error, code):
 def test_a_terminal_without_a_character_costs_no_summary(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
-    machine.run(lambda: print("gpu_throttled: 95 °C, critical are 100"), "")
+    ending.run(lambda: print("gpu_throttled: 95 °C, critical are 100"), "")
     assert written.getvalue() == b"gpu_throttled: 95 \\xb0C, critical are 100\n"
 
 
@@ -358,7 +358,7 @@ def test_a_reader_that_leaves(monkeypatch, capsys, buffering):
     with open(writer, "wb", buffering=buffering) as pipe, io.TextIOWrapper(pipe, write_through=buffering == 0) as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         with pytest.raises(SystemExit) as end:
-            machine.run(lambda: print("a line"), "")
+            ending.run(lambda: print("a line"), "")
     assert end.value.code == 1 and capsys.readouterr().err == ""
 
 
@@ -374,12 +374,12 @@ def test_absurd_losses_are_no_result(demo, tmp_path):
 def test_where_the_model_cannot_be_saved_is_said_before_training(demo, tmp_path):
     (clone(tmp_path) / "unevaluated.pt").mkdir()
     done = run(tmp_path)
-    assert done.returncode == machine.EXIT_ENVIRONMENT and "unevaluated.pt can't be written" in done.stderr and "step 0" not in done.stdout
+    assert done.returncode == ending.EXIT_ENVIRONMENT and "unevaluated.pt can't be written" in done.stderr and "step 0" not in done.stdout
 
 
 def test_save_that_fails_costs_no_result(demo, tmp_path, capsys):
     """A disk that is full when the training is over: the evaluation goes on."""
-    machine.save("/dev/full/model.pt", {"model": torch.zeros(3)})
+    checkpoint.save("/dev/full/model.pt", {"model": torch.zeros(3)})
     assert "WARNING: the model could not be saved" in capsys.readouterr().out
 
 
@@ -416,7 +416,7 @@ def test_what_a_researcher_adds(no_gpu, capsys, monkeypatch):
 
 def test_missing_data_is_said_before_training(tmp_path, demo):
     done = run(PROJECT, AUTORESEARCH_CACHE=str(tmp_path))
-    assert done.returncode == machine.EXIT_ENVIRONMENT and "run python prepare.py" in done.stderr and "step 0" not in done.stdout
+    assert done.returncode == ending.EXIT_ENVIRONMENT and "run python prepare.py" in done.stderr and "step 0" not in done.stdout
 
 
 @pytest.mark.parametrize("name", ["shard_06542.tokens", "shard_00000.index.npz", "shard_00000.json"])
@@ -426,7 +426,7 @@ def test_damaged_tokens_are_said_before_training(tmp_path, demo, name):
     path = copy / "tokens" / name
     path.write_bytes(path.read_bytes()[:-2]) if name.endswith("tokens") else path.unlink()
     done = run(PROJECT, AUTORESEARCH_CACHE=str(tmp_path))
-    assert done.returncode == machine.EXIT_ENVIRONMENT and name.split(".")[0] in done.stderr and len(done.stderr.splitlines()) == 1
+    assert done.returncode == ending.EXIT_ENVIRONMENT and name.split(".")[0] in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(("variable", "value"), [
@@ -471,7 +471,7 @@ def test_gpu_that_torch_cannot_use_ends_the_run(monkeypatch, capsys):
     monkeypatch.setattr(prepare, "DATASET", SimpleNamespace(name="climbmix"))
     with pytest.raises(SystemExit) as e:
         machine.find_device()
-    assert e.value.code == machine.EXIT_ENVIRONMENT and "AMD gfx1151" in capsys.readouterr().err
+    assert e.value.code == ending.EXIT_ENVIRONMENT and "AMD gfx1151" in capsys.readouterr().err
 
 
 # --- FLOPS table and memory cap, on simulated devices --------------------------------------------------------------------
@@ -513,7 +513,7 @@ def test_memory_that_the_host_shares_is_capped(monkeypatch, capsys):
 
 def test_progress_on_a_terminal_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    progress = machine.Progress()
+    progress = harness.Progress()
     progress.show("step 1")
     progress.show("step 2")
     progress.end()
@@ -775,7 +775,8 @@ import contextlib, sys
 import conftest, torch
 torch.version.hip, torch.version.cuda = "7.2.1", None  # before any kernel is imported: their tables of tilings differ
 from importlib import import_module
-import backends, kernels, prepare, train
+import kernels, prepare, train
+from harness import choice as backends
 from harness.run import build
 linear = import_module("kernels.linear")
 prepare.CACHE_DIR = sys.argv[1]
@@ -834,14 +835,14 @@ def test_recorded_steps_are_the_same_steps_without_a_synchronization(monkeypatch
         losses = [micro_step(x, y).item()]
         optimizer.step()
         model.zero_grad(set_to_none=False)
-        step = machine.Recorded(micro_step, x, y) if recorded else micro_step
+        step = cuda_graph.Recorded(micro_step, x, y) if recorded else micro_step
         for _ in range(5):
             torch.cuda.set_sync_debug_mode("error")
             loss = step(x, y)
             optimizer.step()
             model.zero_grad(set_to_none=False)
             torch.cuda.set_sync_debug_mode("default")
-            losses.append(machine.wait_for(loss))
+            losses.append(cuda_graph.wait_for(loss))
         return losses, step, (x, y)
 
     plain, recorded = run(False)[0], [run(True), run(True)]
@@ -861,7 +862,7 @@ def test_what_is_recorded_gives_its_memory_to_its_check(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", lambda *a, **k: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: happened.append("empty"))
-    step = machine.Recorded(lambda x: (happened.append("function"), 2 * x)[1], torch.ones(()))
+    step = cuda_graph.Recorded(lambda x: (happened.append("function"), 2 * x)[1], torch.ones(()))
     assert step.holds(torch.ones(()))
     assert happened == ["empty", "function", "replay", "replay", "reset", "empty", "function"]
 
@@ -870,7 +871,7 @@ def test_what_is_recorded_gives_its_memory_to_its_check(monkeypatch):
 def test_the_check_of_a_recording_needs_no_memory_beside_it():
     """A pass of 2 GiB: at no time is much more reserved than one pass needs."""
     x = torch.ones(2**26, device=DEVICE)
-    step = machine.Recorded(lambda x: (torch.cat([x, x, x, x]) + 1).sum(), x)
+    step = cuda_graph.Recorded(lambda x: (torch.cat([x, x, x, x]) + 1).sum(), x)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_reserved()
     assert step.holds(x)
@@ -880,7 +881,7 @@ def test_the_check_of_a_recording_needs_no_memory_beside_it():
 @pytest.mark.gpu
 def test_what_cant_be_recorded_runs_unrecorded(capsys):
     x = torch.ones(3, device=DEVICE)
-    assert machine.record(lambda x: x * x.sum().item(), x) is None
+    assert cuda_graph.record(lambda x: x * x.sum().item(), x) is None
     assert "No CUDA graph" in capsys.readouterr().out
     assert (x * 2).sum().item() == 6, "the device goes on working"
     assert torch.randn(9, device=DEVICE).isfinite().all(), "its random numbers too"

@@ -25,11 +25,11 @@ KILL_SECONDS = 10  # a process that SIGKILL has not ended by then hangs in the d
 class Child:
     """A program that has been started and waits for its task. Leaving the `with` block ends it, and all that it has started.
 
-    command: the program and its arguments. environ: its environment, None for this process's.
+    command: the program and its arguments. environ: its environment, folder: where it is run; None for this process's.
     `end`: how it ended, in a few words; empty if well, and until it has ended.
     """
 
-    def __init__(self, command, environ=None):
+    def __init__(self, command, environ=None, folder=None):
         self.end, self.said = "", b""
         if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # as some launchers leave it: no exit code would be kept
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -37,7 +37,7 @@ class Child:
         fcntl.fcntl(self.errors, fcntl.F_SETFL, os.O_APPEND)  # so that it can be cut off while it is written
         try:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=environ, start_new_session=True
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=environ, cwd=folder, start_new_session=True
             )
         except BaseException:
             self.errors.close()

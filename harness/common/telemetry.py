@@ -1,4 +1,4 @@
-"""Clock, heat and power of a GPU: read once, or sampled beside a run. Standard library alone; doctor.py and machine.py use it.
+"""Clock, heat and power of a GPU: read once, or sampled beside a run. Standard library alone; the doctor and the run use it.
 
 AMD: what amdgpu shows in sysfs, in hwmon and pp_dpm_sclk (docs.kernel.org/gpu/amdgpu/thermal.html). NVIDIA: an nvidia-smi that goes on
 printing while the run lasts.

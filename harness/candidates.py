@@ -1,7 +1,7 @@
 """What may compute attention and the weights' gradients, and what each must show before a run uses it: right numbers, and its speed.
 
 A candidate may do worse than fail: crash, hang, or leave its process unable to go on (on AMD the plain attention that follows AOTriton's is
-reported to fail, and all after it). So backends.py has each tried by this file as a program, a process for each candidate. There the
+reported to fail, and all after it). So choice.py has each tried by this file as a program, a process for each candidate. There the
 numbers that it is compared with are made first, by products and a softmax alone: whatever they need must not be what a candidate spoils.
 """
 
@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-import child
-import machine
+from . import machine
+from .common import child
 
 OUTPUT_LIMIT, GRADIENT_LIMIT = 2.0, 3.0  # times the error of torch's own mathematics in the same precision, against float32
 

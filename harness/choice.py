@@ -18,13 +18,14 @@ import sys
 
 import torch
 
-import child
-import machine
 import prepare
-from candidates import ATTENTION, NoneUsable, check_attention, sdpa
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-PROGRAM = [sys.executable, os.path.join(HERE, "candidates.py")]
+from . import checkpoint
+from .candidates import ATTENTION, NoneUsable, check_attention, sdpa
+from .common import child
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PROGRAM = [sys.executable, "-m", "harness.candidates"]  # in ROOT
 HANG_SECONDS = 120.0  # without an answer: the slowest that is no hang is a window whose kernels are all compiled and tuned first
 
 
@@ -146,8 +147,8 @@ def choose_weight_gradients(shapes, rows, device):
 def _here(device):
     """What the results hold for: device, versions, and the code that they were found with."""
     p = torch.cuda.get_device_properties(device)
-    files = "backends.py", "candidates.py", "kernels/attention.py", "kernels/linear.py", "kernels/_common.py"
-    code = "".join(machine.file_digest(os.path.join(HERE, name))[:8] for name in files)
+    files = "harness/choice.py", "harness/candidates.py", "kernels/attention.py", "kernels/linear.py", "kernels/_common.py"
+    code = "".join(checkpoint.file_digest(os.path.join(ROOT, name))[:8] for name in files)
     triton = importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else "no Triton"
     return [p.name, getattr(p, "gcnArchName", ""), torch.__version__, str(torch.version.hip or torch.version.cuda), triton, code]
 
@@ -202,7 +203,7 @@ def _tried(what, cases, sizes, missing, device):
     if device.type == "cuda":
         torch.cuda.empty_cache()
     with contextlib.ExitStack() as stack:
-        programs = {candidate: stack.enter_context(child.Child(PROGRAM)) for candidate in missing}
+        programs = {candidate: stack.enter_context(child.Child(PROGRAM, folder=ROOT)) for candidate in missing}
         for candidate, program in programs.items():
             numbers, found = missing[candidate], {}
             task = {"what": what, "candidate": candidate, "cases": [cases[n] for n in numbers], "sizes": sizes, "device": str(device)}
