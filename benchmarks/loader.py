@@ -22,6 +22,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import prepare
+from harness.data import dataset as chosen
+from harness.data import loader as loaders
+from harness.data import tokens as token_files
 
 HERE = Path(__file__).resolve().parent
 B = 16
@@ -36,11 +39,11 @@ def straightforward(tokenizer, T):
         while True:
             epoch += 1
             for name in names:
-                file = pq.ParquetFile(os.path.join(prepare.DATASET.data_dir, name))
+                file = pq.ParquetFile(os.path.join(chosen.DATASET.data_dir, name))
                 for group in range(file.num_row_groups):
                     texts = file.read_row_group(group, columns=["text"]).column("text").to_pylist()
-                    for i in range(0, len(texts), prepare.ENCODING_BATCH):
-                        yield texts[i : i + prepare.ENCODING_BATCH], epoch
+                    for i in range(0, len(texts), token_files.ENCODING_BATCH):
+                        yield texts[i : i + token_files.ENCODING_BATCH], epoch
 
     batches, buffer = document_batches(), []
     while True:
@@ -48,7 +51,7 @@ def straightforward(tokenizer, T):
         for row in rows:
             filled = 0
             while filled <= T:
-                while len(buffer) < prepare.BUFFER_DOCUMENTS:
+                while len(buffer) < loaders.BUFFER_DOCUMENTS:
                     texts, epoch = next(batches)
                     buffer += tokenizer.encode(texts, prepend=tokenizer.get_bos_token_id(), num_threads=1)
                 room = T + 1 - filled
@@ -83,7 +86,7 @@ def main():
     torch.set_num_threads(1)
     tokenizer = prepare.Tokenizer.from_directory()
     processor = platform.processor() or platform.machine()
-    print(f"{processor}, one core, Python {platform.python_version()}, dataset {prepare.DATASET.name}, B = {B}")
+    print(f"{processor}, one core, Python {platform.python_version()}, dataset {chosen.DATASET.name}, B = {B}")
     results = []
     for T in (256, 2048):
         pairs = zip(islice(prepare.make_dataloader(tokenizer, B, T, "train"), 20), straightforward(tokenizer, T), strict=False)

@@ -49,6 +49,8 @@ import prepare
 import train
 from harness import machine
 from harness import run as harness
+from harness.data import dataset as chosen
+from harness.data import ready
 
 FORMS = ("float32", "recipe", "ours")
 
@@ -172,7 +174,7 @@ def main():
     if not torch.cuda.is_available():
         sys.exit("loss_curves.py: needs a GPU that torch can use")
     try:
-        prepare.checked_dataset(prepare.DATASET)
+        ready.checked_dataset(chosen.DATASET)
     except prepare.DataError as e:
         sys.exit(f"loss_curves.py: {e}")
     if args.runs:

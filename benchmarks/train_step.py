@@ -42,6 +42,7 @@ import train
 from harness import cuda_graph, machine
 from harness import run as harness
 from harness.candidates import ATTENTION
+from harness.data import dataset as chosen
 
 VARIANTS = ("recipe", "flex", "fa4", "ours")
 VOCABULARY = 8192
@@ -116,7 +117,7 @@ def build(variant, device, vocabulary=VOCABULARY):
 
 
 def measure(variant, tokens, micro_batch, loader, steps, cache):
-    prepare.CACHE_DIR = cache  # of what is compiled and tuned; the dataset stays where it was found
+    chosen.CACHE_DIR = cache  # of what is compiled and tuned; the dataset stays where it was found
     device = torch.device("cuda")
     torch.set_float32_matmul_precision("high")
     machine.keep_compiled()

@@ -2,7 +2,7 @@
 
 import torch
 
-import prepare
+from harness.common.files import replace_file, sha256
 
 from .ending import fail
 
@@ -10,13 +10,13 @@ from .ending import fail
 def file_digest(path):
     """sha256 of a file's content."""
     with open(path, "rb") as f:
-        return prepare.sha256(f.read())
+        return sha256(f.read())
 
 
 def save(path, content):
     """torch.save, whole or not at all; on the disk when this returns True, so that no crash after it costs the training."""
     try:
-        with prepare.replace_file(path, "wb") as f:
+        with replace_file(path, "wb") as f:
             torch.save(content, f)
         print(f"Saved until it is evaluated: {path}")
         return True

@@ -18,7 +18,8 @@ import sys
 
 import torch
 
-import prepare
+from harness.common.files import read_json, replace_file
+from harness.data import dataset as chosen
 
 from . import checkpoint
 from .candidates import ATTENTION, NoneUsable, check_attention, sdpa
@@ -160,12 +161,12 @@ def _findings(what, cases, sizes, candidates, device, stops=True):
     anew then, lest it stop every later one. The file holds JSON alone; what can't be such a result is made anew. So is what need not hold
     tomorrow: that there was no memory for a candidate, or none of what it needs, which is not kept.
     """
-    path = os.path.join(prepare.CACHE_DIR, "backends.json")
+    path = os.path.join(chosen.CACHE_DIR, "backends.json")
     here = _here(device)
     keys = [json.dumps([*here, what, case, *sizes, *candidates]) for case in cases]
     known, found = {}, []
     with contextlib.suppress(OSError, RecursionError):  # a folder, no permission: `_keep` says it
-        known = prepare.read_json(path) or {}
+        known = read_json(path) or {}
     for key in keys:
         entry = known.get(key)
         before = {c: f for c, f in entry.items() if c in candidates and _is_finding(f)} if isinstance(entry, dict) else {}
@@ -182,9 +183,9 @@ def _findings(what, cases, sizes, candidates, device, stops=True):
 def _keep(path, entries):
     """Write them at once: should the next candidate end this process too, the next run knows these. Returns whether that is possible."""
     try:
-        known = prepare.read_json(path) or {}  # as it is now: another run may have measured meanwhile
+        known = read_json(path) or {}  # as it is now: another run may have measured meanwhile
         if known != known | entries:
-            with prepare.replace_file(path, "w") as f:
+            with replace_file(path, "w") as f:
                 json.dump(known | entries, f, indent=1)
         return True
     except (OSError, RecursionError) as e:  # a read-only folder, a full disk, a folder in its place: the next run measures again

@@ -6,9 +6,8 @@ import sys
 
 import torch
 
-import prepare
-
-EXIT_ENVIRONMENT = prepare.EXIT_ENVIRONMENT
+from harness.common.protocol import EXIT_ENVIRONMENT
+from harness.data.dataset import DataError, NoResult
 
 
 def fail(message, code=1):
@@ -26,9 +25,9 @@ def run(main, out_of_memory):
             main()
         finally:
             sys.stdout.flush()  # a short output is written here, not after the last line that could catch it
-    except prepare.DataError as e:
+    except DataError as e:
         fail(e, EXIT_ENVIRONMENT)
-    except prepare.NoResult as e:
+    except NoResult as e:
         fail(e)
     except BrokenPipeError:  # `| head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

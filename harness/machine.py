@@ -6,7 +6,8 @@ import resource
 
 import torch
 
-import prepare
+from harness.common import hardware as hardware_found
+from harness.data import dataset as chosen
 
 from .common import telemetry
 from .ending import EXIT_ENVIRONMENT, fail
@@ -29,15 +30,15 @@ def find_device():
     """The GPU if torch can use one, the CPU if there is none; a GPU that torch can't use ends the run."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
-    hardware = prepare.gpu_hardware()
-    if hardware and prepare.DATASET.name != "demo":
+    hardware = hardware_found.gpu_hardware()
+    if hardware and chosen.DATASET.name != "demo":
         build = "ROCm" if torch.version.hip else "CUDA" if torch.version.cuda else "CPU"
         fail(
             f"this machine has a GPU ({hardware}) that this torch ({torch.__version__}, a {build} build) can't use. Move venv/ away and"
             " run ./run.sh to install the right one, or check the driver and your permissions on /dev/kfd and /dev/dri",
             EXIT_ENVIRONMENT,
         )
-    if prepare.DATASET.name == "demo":
+    if chosen.DATASET.name == "demo":
         print("No GPU: this is the DEMONSTRATION on the CPU. It shows the whole loop; its numbers compare only with other demonstrations.")
     else:
         print("No GPU: this runs on the CPU")
@@ -121,7 +122,7 @@ def autocast(device):
 
 def keep_compiled():
     """Let what is compiled and tuned outlive the run (and a reboot), in the cache folder: the next run starts in seconds."""
-    folder = os.path.join(prepare.CACHE_DIR, "compiled")
+    folder = os.path.join(chosen.CACHE_DIR, "compiled")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(folder, "inductor"))
     os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(folder, "triton"))
     torch._dynamo.config.recompile_limit = 64  # kinds of blocks, each with and without gradients

@@ -17,8 +17,12 @@ from dataclasses import asdict
 
 import torch
 
-import prepare
-from prepare import EVAL_TOKENS, MAX_SEQ_LEN, TIME_BUDGET, WARMUP_STEPS
+from harness.common.protocol import WARMUP_STEPS
+from harness.data import dataset as chosen
+from harness.data import metric, ready
+from harness.data.dataset import EVAL_TOKENS, MAX_SEQ_LEN, TIME_BUDGET, seed_everything
+from harness.data.loader import make_dataloader
+from harness.data.tokenizer import Tokenizer
 
 from . import checkpoint, choice, cuda_graph, ending, machine
 from .ending import fail
@@ -46,7 +50,7 @@ def build(model_class, config, device):
     """The initialised model on `device`."""
     with device:
         model = model_class(config)  # with torch's own first values, which stay where init_weights sets no others
-    prepare.seed_everything()  # so that they cost no draw of the experiment's
+    seed_everything()  # so that they cost no draw of the experiment's
     model.init_weights()
     return model
 
@@ -74,7 +78,7 @@ def rehearse(model, device):
     x, y = torch.randint(vocabulary, (2, 1, MAX_SEQ_LEN), generator=generator).to(device)
     model.eval()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad(), machine.autocast(device):
-        prepare.check_model(model, x, y, model(x, y, reduction="none"))
+        metric.check_model(model, x, y, model(x, y, reduction="none"))
     model.train()
 
 
@@ -269,15 +273,15 @@ def _main(model_class, model_config, make_optimizer, schedule, total_batch_size,
     program = os.path.abspath(inspect.getfile(model_config))
     here = os.path.dirname(program)
     started, source = time.time(), checkpoint.file_digest(program)
-    seed = prepare.seed_everything()
+    seed = seed_everything()
     torch.set_float32_matmul_precision("high")
     machine.keep_compiled()
-    facts = prepare.checked_dataset(prepare.DATASET)  # before anything that takes time
-    fingerprint = prepare.fingerprint()
+    facts = ready.checked_dataset(chosen.DATASET)  # before anything that takes time
+    fingerprint = ready.fingerprint()
     device = machine.find_device()
     peak, device_name = machine.peak_flops(device)
     machine.cap_shared_memory(device)
-    tokenizer = prepare.Tokenizer.from_directory()
+    tokenizer = Tokenizer.from_directory()
     print(
         f"Dataset: {facts['name']}, context {MAX_SEQ_LEN}, vocabulary {tokenizer.get_vocab_size()}, time budget {TIME_BUDGET} s, "
         f"fingerprint {fingerprint}, seed {seed}"
@@ -300,7 +304,7 @@ def _main(model_class, model_config, make_optimizer, schedule, total_batch_size,
         print(f"{flops_per_token:.3e} FLOPs per token; " + ("as it is" if device.type == "cpu" else "compiled, with fused kernels"))
         optimizer = make_optimizer(model)
         _check(optimizer, model)
-        loader = prepare.make_dataloader(tokenizer, device_batch_size, MAX_SEQ_LEN, "train")
+        loader = make_dataloader(tokenizer, device_batch_size, MAX_SEQ_LEN, "train")
         if os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK):
             fail(
                 f"{path} can't be written, where the trained model is kept until it is evaluated: make room for it", ending.EXIT_ENVIRONMENT
@@ -338,7 +342,7 @@ def _main(model_class, model_config, make_optimizer, schedule, total_batch_size,
     records = device.type == "cuda" and not torch.version.hip
     with machine.autocast(device):
         losses = cuda_graph.recorded_losses(model) if records else model
-        val_bpb = prepare.evaluate_bpb(losses, tokenizer, result["device_batch_size"])
+        val_bpb = metric.evaluate_bpb(losses, tokenizer, result["device_batch_size"])
     ended = time.time()
     summary = {"val_bpb": f"{val_bpb:.6f}", "training_seconds": result["training_seconds"], "total_seconds": f"{ended - started:.1f}"}
     summary["peak_vram_mb"] = f"{max(result['peak_vram_mb'], machine.peak_memory(device)):.1f}"

@@ -11,7 +11,9 @@ import signal
 import subprocess
 import time
 
-from .files import ENVIRONMENT, LIMITS, ROOT, Refusal, last_words, log_tail, read_bytes, read_json, run_file
+from harness.common.protocol import WARMUP_STEPS
+
+from .files import ENVIRONMENT, LIMITS, ROOT, Refusal, last_words, log_tail, read_json, run_file
 from .processes import boot_id, cache_folder, check_disk, end_processes, has_gpu, processes, unkillable
 
 
@@ -307,8 +309,7 @@ def measure(turn, tree, environment, expected, log, gpu):
     facts = dataset_facts(environment)
     budget = as_number(str(environment.get("AUTORESEARCH_TIME_BUDGET") or facts.get("time_budget")))
     budget = 600 if isinstance(budget, str) else budget
-    warmup = re.search(rb"^WARMUP_STEPS = (\d+)", read_bytes(os.path.join(tree, "prepare.py")) or b"", re.M)
-    expected = expected | {"eval_tokens": facts.get("eval_tokens"), "untimed": int(warmup[1]) if warmup else None, "budget": budget}
+    expected = expected | {"eval_tokens": facts.get("eval_tokens"), "untimed": WARMUP_STEPS, "budget": budget}
     environment = environment | {"AUTORESEARCH_SEED": str(turn["seed"]), "PYTHONUNBUFFERED": "1"}
     reader = Reader(budget + LIMITS["training"], expected["losses"])
     ours = sum(os.times()[:4])

@@ -57,7 +57,7 @@ class Checkout:
         shutil.copytree(PROJECT / "loop", self.folder / "loop", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(PROJECT / "tests" / "standin_train.py", self.train)
         (self.folder / "prepare.py").write_text(PREPARE)
-        (self.folder / "harness").mkdir()
+        shutil.copytree(PROJECT / "harness" / "common", self.folder / "harness" / "common", ignore=shutil.ignore_patterns("__pycache__"))
         (self.folder / "harness/machine.py").write_text(MACHINE)
         (self.folder / "program.md").write_text("instructions\n")
         (self.folder / "run.sh").write_text(RUN_SH)

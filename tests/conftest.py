@@ -222,10 +222,10 @@ def demo(tmp_path_factory):
     def make(folder):
         subprocess.run([sys.executable, "prepare.py"], cwd=PROJECT, env=os.environ | {"AUTORESEARCH_CACHE": str(folder)}, check=True)
 
-    import prepare
+    from harness.data import dataset as chosen
 
-    shutil.copytree(made_once(tmp_path_factory, "demonstration", make) / "demo", prepare.DATASET.root)
-    return prepare.DATASET
+    shutil.copytree(made_once(tmp_path_factory, "demonstration", make) / "demo", chosen.DATASET.root)
+    return chosen.DATASET
 
 
 @pytest.fixture(scope="session")

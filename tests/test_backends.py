@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import prepare
 from harness import candidates
 from harness import choice as backends
 from harness.common import child
+from harness.data import dataset as chosen
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ STANDIN = [sys.executable, standin_candidates.__file__]
 def memory(monkeypatch, tmp_path):
     """A cache of its own, for a device of that name."""
     monkeypatch.setattr(backends, "_here", lambda device: ["a device"])
-    monkeypatch.setattr(prepare, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(chosen, "CACHE_DIR", str(tmp_path))
     return tmp_path / "backends.json"
 
 
@@ -54,7 +54,7 @@ def answers(monkeypatch, memory):
 
 
 def known():
-    return json.loads(Path(prepare.CACHE_DIR, "backends.json").read_text())
+    return json.loads(Path(chosen.CACHE_DIR, "backends.json").read_text())
 
 
 def choose(*candidates, windows=(WINDOW, 64)):
@@ -195,7 +195,7 @@ def test_two_that_are_right_alone_must_be_right_in_one_process(in_processes, mon
         monkeypatch.setitem(backends.ATTENTION, name, backends.sdpa)
     keys = [json.dumps(["a device", "attention", window, *SHAPE, *pair]) for window in (WINDOW, 64)]
     found = [dict(zip(pair, times)) for times in ((1.0, 1.5), (4.0, 2.0))]
-    Path(prepare.CACHE_DIR, "backends.json").write_text(json.dumps(dict(zip(keys, found))))
+    Path(chosen.CACHE_DIR, "backends.json").write_text(json.dumps(dict(zip(keys, found))))
     for _ in range(2):  # the second time nothing is tried, and the same is chosen
         assert choose(*pair)[1] == f"after aotriton fails up to {WINDOW}, after aotriton fails up to 64"
         printed = capsys.readouterr().out
@@ -272,13 +272,13 @@ def test_what_is_remembered_starts_no_process(memory, monkeypatch):
 
 @pytest.mark.parametrize("content", ["", "[1, 2]", '{"half a', "\x00"])
 def test_a_damaged_memory_is_made_anew(answers, content):
-    Path(prepare.CACHE_DIR, "backends.json").write_text(content)
+    Path(chosen.CACHE_DIR, "backends.json").write_text(content)
     assert choose()[1] == f"kernels up to {WINDOW}, kernels up to 64"
     assert len(known()) == 2
 
 
 def test_a_folder_in_the_memory_s_place_stops_no_run(answers, capsys):
-    Path(prepare.CACHE_DIR, "backends.json").mkdir()
+    Path(chosen.CACHE_DIR, "backends.json").mkdir()
     assert choose()[1] == f"kernels up to {WINDOW}, kernels up to 64"
     assert "WARNING: what was measured can't be kept ([Errno 21] Is a directory: " in capsys.readouterr().out
 
@@ -290,7 +290,7 @@ def test_a_folder_in_the_memory_s_place_stops_no_run(answers, capsys):
 )
 def test_an_entry_that_cannot_be_one_is_made_anew(answers, entry):
     choose("sdpa", windows=(WINDOW,))
-    Path(prepare.CACHE_DIR, "backends.json").write_text(json.dumps(dict.fromkeys(known(), entry)))
+    Path(chosen.CACHE_DIR, "backends.json").write_text(json.dumps(dict.fromkeys(known(), entry)))
     assert choose("sdpa", windows=(WINDOW,))[1] == f"sdpa up to {WINDOW}"
     assert list(known().values()) == [{"sdpa": 4.0}]
 
@@ -356,7 +356,7 @@ def test_what_two_runs_measure_at_once_is_kept_of_both(answers, monkeypatch):
 
 
 def test_a_memory_that_cannot_be_written_costs_no_run(answers, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(prepare, "CACHE_DIR", str(tmp_path / "gone"))
+    monkeypatch.setattr(chosen, "CACHE_DIR", str(tmp_path / "gone"))
     assert choose(windows=(WINDOW,))[1] == f"kernels up to {WINDOW}"
     assert capsys.readouterr().out.count("WARNING: what was measured can't be kept") == 1
 
@@ -455,9 +455,9 @@ def test_nothing_is_chosen_where_products_are_not_rocms(monkeypatch):
 
 @pytest.mark.gpu
 def test_on_a_gpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(prepare, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(chosen, "CACHE_DIR", str(tmp_path))
     shape = 4, 512, 4, 4, 128
-    chosen, names = backends.choose_attention("auto", {256, 512}, shape, DEVICE)
-    assert set(chosen) == {256, 512}
+    attends, names = backends.choose_attention("auto", {256, 512}, shape, DEVICE)
+    assert set(attends) == {256, 512}
     each = [tried for case, tried in known().items() if "attention together" not in case]  # which a GPU that is busy otherwise may need
     assert all(isinstance(tried["kernels"], float) for tried in each) and len(each) == 2, known()

@@ -17,6 +17,9 @@ from conftest import PROJECT
 from corpus import documents
 
 import prepare
+from harness.data import climbmix
+from harness.data import tokenizer as tokenizers
+from harness.data import tokens as token_files
 
 NAMES = ("shard_00000.parquet", "shard_00001.parquet", prepare.VAL_FILENAME)
 
@@ -81,7 +84,7 @@ class Hub:
 def hub(monkeypatch):
     hub = Hub()
     monkeypatch.setenv("HF_ENDPOINT", hub.url + "/")
-    monkeypatch.setattr(prepare, "BACKOFF", 0.01)
+    monkeypatch.setattr(climbmix, "BACKOFF", 0.01)
     yield hub
     hub.server.shutdown()
 
@@ -166,9 +169,9 @@ def test_answers_that_will_not_change_end_it_at_once(hub, dataset, fault, messag
 @pytest.mark.parametrize("fault", [500, "page"])
 def test_faults_that_last_end_it_after_some_attempts(hub, dataset, fault):
     hub.faults[prepare.VAL_FILENAME] = [fault] * 99
-    with pytest.raises(prepare.DataError, match=f"{prepare.ATTEMPTS} attempts"):
+    with pytest.raises(prepare.DataError, match=f"{climbmix.ATTEMPTS} attempts"):
         prepare.prepare(dataset, num_shards=1)
-    assert len([p for p, _ in hub.requests if p.endswith(prepare.VAL_FILENAME)]) == prepare.ATTEMPTS
+    assert len([p for p, _ in hub.requests if p.endswith(prepare.VAL_FILENAME)]) == climbmix.ATTEMPTS
     assert prepare.VAL_FILENAME not in os.listdir(dataset.data_dir)
     with pytest.raises(prepare.DataError, match="not prepared"):
         prepare.check_dataset(dataset)
@@ -184,7 +187,7 @@ def test_missing_validation_shard_is_no_data(hub, dataset):
     """Two training shards are there and the validation shard can't be had: not ready, and training says so before it starts."""
     prepare.prepare(dataset, num_shards=2)
     os.remove(os.path.join(dataset.data_dir, prepare.VAL_FILENAME))
-    os.remove(prepare.token_paths(dataset, prepare.VAL_FILENAME)[0])
+    os.remove(token_files.token_paths(dataset, prepare.VAL_FILENAME)[0])
     hub.faults[prepare.VAL_FILENAME] = [404]
     with pytest.raises(prepare.DataError, match="404"):
         prepare.prepare(dataset, num_shards=2)
@@ -216,7 +219,7 @@ def test_more_shards_later(hub, dataset, capsys):
 
 
 def test_shards_beyond_the_tokenizers_text_keep_it(hub, dataset, monkeypatch):
-    monkeypatch.setattr(prepare, "MAX_CHARS", 50_000)
+    monkeypatch.setattr(tokenizers, "MAX_CHARS", 50_000)
     prepare.prepare(dataset, num_shards=1)
     before = prepare.check_dataset(dataset)
     prepare.prepare(dataset, num_shards=2)
@@ -234,7 +237,8 @@ def test_new_shard_without_preparation_is_noticed(hub, dataset):
 
 SCRIPT = """
 import sys, prepare
-prepare.BACKOFF = 0.01
+from harness.data import climbmix
+climbmix.BACKOFF = 0.01
 dataset = prepare.Dataset("climbmix", sys.argv[1], max_seq_len=64, vocab_size=400, eval_tokens=640, time_budget=60)
 prepare.prepare(dataset, num_shards=2)
 """
@@ -275,7 +279,7 @@ def test_no_network_is_one_line(tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         closed = s.getsockname()[1]
-    script = "import sys, prepare; prepare.BACKOFF = 0.01; sys.exit(prepare.main())"
+    script = "import sys, prepare; from harness.data import climbmix; climbmix.BACKOFF = 0.01; sys.exit(prepare.main())"
     environment = {
         **os.environ,
         "AUTORESEARCH_CACHE": str(tmp_path),
@@ -289,7 +293,7 @@ def test_no_network_is_one_line(tmp_path):
 
 def test_proxy_is_used(hub, tmp_path):
     """requests takes HTTP_PROXY: the 'hub' is asked in place of a host that does not exist."""
-    script = "import prepare; prepare.BACKOFF = 0.01; prepare.download_climbmix(prepare.DATASET, 1, 2)"
+    script = "import prepare; from harness.data import climbmix; climbmix.BACKOFF = 0.01; climbmix.download_climbmix(prepare.DATASET, 1, 2)"
     environment = {
         **os.environ,
         "AUTORESEARCH_CACHE": str(tmp_path),

@@ -20,11 +20,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import prepare
+from harness.common import files
+from harness.common import hardware as hardware_found
+from harness.data import dataset as chosen
+from harness.data import loader as loaders
+from harness.data import ready, shards
+from harness.data import text as texts
+from harness.data import tokenizer as tokenizers
+from harness.data import tokens as token_files
 
 
 @pytest.fixture
 def tokenizer(golden, monkeypatch):
-    monkeypatch.setattr(prepare, "DATASET", golden)
+    monkeypatch.setattr(chosen, "DATASET", golden)
     return prepare.Tokenizer.from_directory()
 
 
@@ -110,7 +118,7 @@ def test_tokenizer_of_other_shards_or_vocabulary_is_not_reused(golden, tmp_path,
 
 def test_loader_refuses_another_tokenizer(golden, monkeypatch, tokenizer):
     ranks = dict(list(tokenizer.enc._mergeable_ranks.items())[:1000])
-    other = prepare.Tokenizer.from_ranks(ranks, prepare.SPLIT_PATTERN)
+    other = prepare.Tokenizer.from_ranks(ranks, tokenizers.SPLIT_PATTERN)
     with pytest.raises(prepare.DataError, match="another tokenizer"):
         next(prepare.make_dataloader(other, 2, 64, "train"))
     with pytest.raises(ValueError, match="'test'"):
@@ -149,7 +157,7 @@ def test_packing_is_the_rule(groups, capacity, buffer_documents):
     rng = random.Random(0)
     documents = [[rng.randrange(1000) for _ in range(n)] for group in groups for n in group]
     lengths = np.array([len(d) for d in documents])
-    shard = prepare.Shard(
+    shard = token_files.Shard(
         np.array(sum(documents, []), dtype=np.uint16), np.cumsum(lengths) - lengths, lengths, np.array([len(g) for g in groups])
     )
     batches, at = [], 0
@@ -157,11 +165,11 @@ def test_packing_is_the_rule(groups, capacity, buffer_documents):
         batches += [documents[at : at + len(group)][i : i + 4] for i in range(0, len(group), 4)]
         at += len(group)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "ENCODING_BATCH", 4)
-        patch.setattr(prepare, "BUFFER_DOCUMENTS", buffer_documents)
-        patch.setattr(prepare, "opened_shard", lambda dataset, record: shard)
-        patch.setattr(prepare, "checked_dataset", lambda dataset: {"shards": [{"shard": "shard_00000.parquet", "sha256": ""}]})
-        rows = prepare.packed_rows(SimpleNamespace(name="any", tokens_dir=""), "train", capacity)
+        patch.setattr(token_files, "ENCODING_BATCH", 4)
+        patch.setattr(loaders, "BUFFER_DOCUMENTS", buffer_documents)
+        patch.setattr(token_files, "opened_shard", lambda dataset, record: shard)
+        patch.setattr(ready, "checked_dataset", lambda dataset: {"shards": [{"shard": "shard_00000.parquet", "sha256": ""}]})
+        rows = loaders.packed_rows(SimpleNamespace(name="any", tokens_dir=""), "train", capacity)
         next(rows)
         ours = []
         for _ in range(30):
@@ -237,7 +245,7 @@ def test_own_text(tmp_path, capsys):
     dataset = text_dataset(tmp_path / "cache")
     prepare.prepare(dataset, text_paths=[str(tmp_path / "notes")])
     assert "Skipped 1 file(s) that are not UTF-8, or not to be read" in capsys.readouterr().out
-    facts = prepare.read_json(dataset.file)
+    facts = files.read_json(dataset.file)
     sizes = {s["shard"]: s["tokens"] for s in facts["shards"]}
     share = sizes[prepare.VAL_FILENAME] / sum(sizes.values())
     assert 0.03 < share < 0.25
@@ -251,7 +259,7 @@ def test_own_text(tmp_path, capsys):
     assert not texts[0] & texts[1] and max(map(len, texts[0])) <= 3 * 128
     again = text_dataset(tmp_path / "cache2")
     prepare.prepare(again, text_paths=[str(tmp_path / "notes")])
-    assert prepare.read_json(again.file) == facts, "deterministic"
+    assert files.read_json(again.file) == facts, "deterministic"
 
 
 def test_every_held_out_document_is_evaluated(tmp_path, monkeypatch):
@@ -259,12 +267,12 @@ def test_every_held_out_document_is_evaluated(tmp_path, monkeypatch):
     write_text(tmp_path / "notes")
     dataset = text_dataset(tmp_path / "cache")
     prepare.prepare(dataset, text_paths=[str(tmp_path / "notes")])
-    facts = prepare.read_json(dataset.file)
+    facts = files.read_json(dataset.file)
     dataset = replace(dataset, eval_tokens=facts["eval_tokens"])
-    monkeypatch.setattr(prepare, "DATASET", dataset)
+    monkeypatch.setattr(chosen, "DATASET", dataset)
     tokenizer = prepare.Tokenizer.from_directory()
-    shard = prepare.open_shard(dataset, prepare.VAL_FILENAME)
-    assert len(shard.lengths) < prepare.BUFFER_DOCUMENTS
+    shard = token_files.open_shard(dataset, prepare.VAL_FILENAME)
+    assert len(shard.lengths) < loaders.BUFFER_DOCUMENTS
     loader, rows = prepare.make_dataloader(tokenizer, 1, 128, "val"), []
     for _ in range(facts["eval_tokens"] // 128):
         x, y, epoch = next(loader)
@@ -286,23 +294,23 @@ def split_at(row, bos):
 
 
 def test_failed_text_leaves_the_one_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(chosen, "CACHE_DIR", str(tmp_path))
     write_text(tmp_path / "notes")
-    monkeypatch.setattr(prepare, "text_dataset", lambda: text_dataset(tmp_path / "text"))
+    monkeypatch.setattr(chosen, "text_dataset", lambda: text_dataset(tmp_path / "text"))
     prepare.prepare_text([str(tmp_path / "notes")])
-    before = prepare.read_json(prepare.text_dataset().file)
+    before = files.read_json(chosen.text_dataset().file)
     (tmp_path / "few").mkdir()
     (tmp_path / "few" / "a.txt").write_text("short")
     with pytest.raises(prepare.DataError):
         prepare.prepare_text([str(tmp_path / "few")])
-    assert prepare.read_json(prepare.text_dataset().file) == before
-    assert prepare.check_dataset(replace(prepare.text_dataset(), eval_tokens=before["eval_tokens"])) == before
+    assert files.read_json(chosen.text_dataset().file) == before
+    assert prepare.check_dataset(replace(chosen.text_dataset(), eval_tokens=before["eval_tokens"])) == before
 
 
 def test_only_datasets_are_replaced(tmp_path, monkeypatch):
     """A folder of the user's own that lies where the text dataset would, and .tmp files beside, are never touched."""
-    monkeypatch.setattr(prepare, "CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(prepare, "text_dataset", lambda: text_dataset(tmp_path / "text"))
+    monkeypatch.setattr(chosen, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(chosen, "text_dataset", lambda: text_dataset(tmp_path / "text"))
     write_text(tmp_path / "text")
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "chapter.tmp").write_text("mine")
@@ -381,7 +389,7 @@ def test_damaged_middle_of_a_shard_is_named(tmp_path):
 def test_missing_texts_are_empty_documents(tmp_path):
     path = tmp_path / "shard.parquet"
     pq.write_table(pa.table({"text": ["a", None, "b"]}), path)
-    assert prepare.read_texts(path, 0) == ["a", "", "b"]
+    assert shards.read_texts(path, 0) == ["a", "", "b"]
 
 
 def test_leftovers_of_killed_calls_are_removed(demo):
@@ -401,7 +409,7 @@ def test_no_home_folder(tmp_path):
 def test_a_shard_that_comes_during_a_run_does_not_end_it(demo, tmp_path, monkeypatch):
     root = tmp_path / "demo"
     subprocess.run(["cp", "-r", demo.root, str(root)], check=True)
-    monkeypatch.setattr(prepare, "DATASET", replace(demo, root=str(root)))
+    monkeypatch.setattr(chosen, "DATASET", replace(demo, root=str(root)))
     tokenizer = prepare.Tokenizer.from_directory()
     next(prepare.make_dataloader(tokenizer, 2, 64, "train"))
     (root / "data" / "shard_00007.parquet").write_bytes((root / "data" / "shard_00000.parquet").read_bytes())
@@ -421,14 +429,14 @@ def test_a_file_is_in_training_or_in_validation(tmp_path):
     train = set(pq.read_table(os.path.join(dataset.data_dir, "shard_00000.parquet")).column("text").to_pylist())
     for path in (tmp_path / "notes").rglob("*.[tm]*"):
         if path.name != "latin1.txt" and path.suffix != ".jsonl":
-            pieces = set(prepare.cut(path.read_text(), 3 * 128))
+            pieces = set(texts.cut(path.read_text(), 3 * 128))
             assert pieces <= val or pieces <= train, path
 
 
 @given(st.text(max_size=400), st.integers(1, 50))
 @settings(max_examples=100, deadline=None)
 def test_cut_loses_nothing(text, longest):
-    pieces = list(prepare.cut(text, longest))
+    pieces = list(texts.cut(text, longest))
     assert "".join(pieces) == text and all(len(p) <= longest for p in pieces)
 
 
@@ -477,7 +485,7 @@ def test_gpu_hardware(tmp_path, files, found):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
-    assert prepare.gpu_hardware(str(tmp_path)) == found
+    assert hardware_found.gpu_hardware(str(tmp_path)) == found
 
 
 @pytest.mark.parametrize(("cuda", "hardware", "variable", "name"), [
@@ -486,10 +494,10 @@ def test_gpu_hardware(tmp_path, files, found):
 ])  # fmt: skip
 def test_choice_of_the_dataset(monkeypatch, cuda, hardware, variable, name):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(prepare, "gpu_hardware", lambda: hardware)
+    monkeypatch.setattr(hardware_found, "gpu_hardware", lambda: hardware)
     monkeypatch.setenv("AUTORESEARCH_DATASET", variable)
-    dataset = prepare.choose_dataset()
+    dataset = chosen.choose_dataset()
     assert dataset.name == name
     sizes = (dataset.max_seq_len, dataset.vocab_size, dataset.eval_tokens, dataset.time_budget)
     assert sizes == ((2048, 8192, 20_971_520, 600) if name == "climbmix" else (256, 2048, 2**16, 60))
-    assert dataset.root == (prepare.CACHE_DIR if name == "climbmix" else os.path.join(prepare.CACHE_DIR, "demo"))
+    assert dataset.root == (chosen.CACHE_DIR if name == "climbmix" else os.path.join(chosen.CACHE_DIR, "demo"))

@@ -109,7 +109,7 @@ def test_benchmarks_on_a_gpu_keep_what_they_measured(program, tmp_path, name, ke
 def test_loss_curves_needs_a_dataset(program, monkeypatch, tmp_path):
     loss_curves, call = program("loss_curves")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr(loss_curves.prepare, "DATASET", dataclasses.replace(loss_curves.prepare.DATASET, root=str(tmp_path)))
+    monkeypatch.setattr(loss_curves.chosen, "DATASET", dataclasses.replace(loss_curves.chosen.DATASET, root=str(tmp_path)))
     assert "run python prepare.py" in call("--out", tmp_path)
 
 

@@ -13,6 +13,7 @@ import torch
 import prepare
 import train
 from harness import candidates
+from harness.data import dataset as chosen
 
 GOLDEN = Path(__file__).parent / "golden"
 TEXT = json.loads((GOLDEN / "golden.json").read_text())
@@ -22,7 +23,7 @@ MUON = json.loads((GOLDEN / "golden_muon.json").read_text())
 
 @pytest.fixture
 def tokenizer(golden, monkeypatch):
-    monkeypatch.setattr(prepare, "DATASET", golden)
+    monkeypatch.setattr(chosen, "DATASET", golden)
     return prepare.Tokenizer.from_directory()
 
 

@@ -24,6 +24,8 @@ import prepare
 import train
 from harness import checkpoint, cuda_graph, ending, machine
 from harness import run as harness
+from harness.common import hardware as hardware_found
+from harness.data import dataset as chosen
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SUMMARY = (
@@ -210,7 +212,7 @@ def test_training_loop(demo, no_gpu, monkeypatch, capsys):
     monkeypatch.setattr(harness.time, "perf_counter", lambda: next(ticks))
     monkeypatch.setattr(harness, "TIME_BUDGET", 8)
     tokenizer = prepare.Tokenizer.from_directory(demo.tokenizer_dir)
-    monkeypatch.setattr(prepare, "DATASET", demo)
+    monkeypatch.setattr(chosen, "DATASET", demo)
     monkeypatch.setattr(train, "WEIGHT_DECAY", 0.2)
     loader, told = prepare.make_dataloader(tokenizer, 2, 256, "train"), []
     try:
@@ -437,9 +439,9 @@ def test_bad_environment_variables(monkeypatch, capsys, variable, value):
     """What train.py asks when it begins, each by itself."""
     monkeypatch.setenv(variable, value)
     asks = {
-        "AUTORESEARCH_TIME_BUDGET": lambda: prepare.time_budget(prepare.DATASET),
+        "AUTORESEARCH_TIME_BUDGET": lambda: chosen.time_budget(chosen.DATASET),
         "AUTORESEARCH_SEED": prepare.seed_everything,
-        "AUTORESEARCH_DATASET": prepare.choose_dataset,
+        "AUTORESEARCH_DATASET": chosen.choose_dataset,
         "GPU_BF16_PEAK_FLOPS": lambda: machine.peak_flops(torch.device("cpu")),
     }
     with pytest.raises(SystemExit) as ended:
@@ -467,8 +469,8 @@ def test_interrupt_ends_at_once_without_a_traceback(demo, tmp_path):
 def test_gpu_that_torch_cannot_use_ends_the_run(monkeypatch, capsys):
     """Simulated: this machine with an AMD GPU in its device files and a torch without one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(prepare, "gpu_hardware", lambda: "AMD gfx1151")
-    monkeypatch.setattr(prepare, "DATASET", SimpleNamespace(name="climbmix"))
+    monkeypatch.setattr(hardware_found, "gpu_hardware", lambda: "AMD gfx1151")
+    monkeypatch.setattr(chosen, "DATASET", SimpleNamespace(name="climbmix"))
     with pytest.raises(SystemExit) as e:
         machine.find_device()
     assert e.value.code == ending.EXIT_ENVIRONMENT and "AMD gfx1151" in capsys.readouterr().err
@@ -779,7 +781,7 @@ import kernels, prepare, train
 from harness import choice as backends
 from harness.run import build
 linear = import_module("kernels.linear")
-prepare.CACHE_DIR = sys.argv[1]
+chosen.CACHE_DIR = sys.argv[1]
 linear.blas = lambda library: contextlib.nullcontext()
 backends._here = lambda device: ["a Strix Halo"]
 times = lambda way, cases: [1.0 + (way not in ("copied by cublas", "kernels"))] * len(cases)
@@ -890,7 +892,7 @@ def test_what_cant_be_recorded_runs_unrecorded(capsys):
 @pytest.mark.gpu
 def test_one_synchronization_a_step_and_batches_stay_intact(golden, monkeypatch):
     """The loader hands out tensors that later batches don't overwrite, though copies run on a stream of their own."""
-    monkeypatch.setattr(prepare, "DATASET", golden)
+    monkeypatch.setattr(chosen, "DATASET", golden)
     loader = prepare.make_dataloader(prepare.Tokenizer.from_directory(), 8, 256, "train")
     kept = []
     for _ in range(50):
