@@ -3,8 +3,7 @@
 import torch
 
 from harness.common.files import replace_file, sha256
-
-from .ending import fail
+from harness.ending import fail
 
 
 def file_digest(path):

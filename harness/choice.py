@@ -18,12 +18,11 @@ import sys
 
 import torch
 
+from harness import checkpoint
+from harness.candidates import ATTENTION, NoneUsable, check_attention, sdpa
+from harness.common import child
 from harness.common.files import read_json, replace_file
 from harness.data import dataset as chosen
-
-from . import checkpoint
-from .candidates import ATTENTION, NoneUsable, check_attention, sdpa
-from .common import child
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PROGRAM = [sys.executable, "-m", "harness.candidates"]  # in ROOT

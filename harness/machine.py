@@ -7,10 +7,9 @@ import resource
 import torch
 
 from harness.common import hardware as hardware_found
+from harness.common import telemetry
 from harness.data import dataset as chosen
-
-from .common import telemetry
-from .ending import EXIT_ENVIRONMENT, fail
+from harness.ending import EXIT_ENVIRONMENT, fail
 
 # Dense bf16 FLOP/s by the vendors' data sheets (gfx1151: at 2.42 GHz, as published for autoresearch-halo, so that MFUs compare); the first
 # key that is in "name gcnArchName" counts.

@@ -17,15 +17,14 @@ from dataclasses import asdict
 
 import torch
 
+from harness import checkpoint, choice, cuda_graph, ending, machine
 from harness.common.protocol import WARMUP_STEPS
 from harness.data import dataset as chosen
 from harness.data import metric, ready
 from harness.data.dataset import EVAL_TOKENS, MAX_SEQ_LEN, TIME_BUDGET, seed_everything
 from harness.data.loader import make_dataloader
 from harness.data.tokenizer import Tokenizer
-
-from . import checkpoint, choice, cuda_graph, ending, machine
-from .ending import fail
+from harness.ending import fail
 
 EARLY_CHECK = 50  # the step before which a recorded graph is compared with Python for the first time
 STEADY_STEPS = 3  # after so many nothing may be compiled again: what changed then will change each step
