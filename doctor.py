@@ -38,7 +38,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 
-from harness.common import telemetry
+from harness.common import hardware, settings, telemetry
+from harness.common.files import replace_file
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PROBE = os.path.join(HERE, "benchmarks", "probe.py")
@@ -110,13 +111,7 @@ class Machine:
     @property
     def nodes(self):
         """The GPUs that the AMD driver offers for computing, as dictionaries of their properties."""
-        nodes = []
-        for path in sorted(self.glob("sys/class/kfd/kfd/topology/nodes/*/properties"), key=lambda p: int(p.split("/")[-2])):
-            properties = dict(line.split()[:2] for line in (self.read(path) or "").splitlines() if " " in line.strip())
-            version = int(properties.get("gfx_target_version", 0))  # 0 is a CPU; 110501 is gfx1151
-            if version:
-                nodes.append(properties | {"gfx": f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"})
-        return nodes
+        return hardware.amd_nodes(self.root)
 
     @property
     def parts(self):
@@ -129,9 +124,7 @@ class Machine:
 
     @property
     def has_nvidia(self):
-        return bool(self.glob("dev/nvidia[0-9]*") or self.glob("proc/driver/nvidia/gpus/*")) or (
-            os.path.exists(self.path("dev/dxg")) and os.path.exists(self.path("usr/lib/wsl/lib/libcuda.so.1"))
-        )
+        return hardware.has_nvidia(self.root)
 
     @property
     def hardware(self):
@@ -177,7 +170,10 @@ class Machine:
 
     def cache(self):
         """Where prepare.py keeps the data."""
-        return os.path.join(HERE, os.path.expanduser(self.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch"))
+        try:
+            return settings.cache_folder(self.environ)
+        except ValueError:  # which prepare.py says
+            return os.path.join(HERE, "~")
 
 
 def gib(size):
@@ -1001,9 +997,8 @@ def cached_canary(machine):
     if found["stage"] == "done" and not end:
         with contextlib.suppress(OSError):
             os.makedirs(machine.cache(), exist_ok=True)
-            with open(f"{path}.{os.getpid()}", "w") as f:
+            with replace_file(path) as f:
                 json.dump(dict(list(remembered.items())[-31:]) | {key: found}, f)
-            os.replace(f.name, path)
     return found
 
 

@@ -30,6 +30,7 @@ import statistics
 import sys
 import time
 
+from harness.common.settings import seed as asked_seed
 from loop import cluster
 from loop.files import (
     CRASHED,
@@ -84,9 +85,10 @@ def command_begin(arguments):
     tag = arguments.tag
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", tag) or git("check-ref-format", f"refs/heads/{branch_of(tag)}", check=False) is None:
         raise Refusal(f"{tag!r} is no tag: use letters, digits, - and _, such as nov29")
-    seed = os.environ.get("AUTORESEARCH_SEED") or "42"
-    if not seed.isdecimal() or int(seed) >= 2**63:
-        raise Refusal(f"AUTORESEARCH_SEED={seed!r} is no seed; use a whole number, such as 42")
+    try:
+        seed = asked_seed()
+    except ValueError as e:
+        raise Refusal(str(e)) from None
     place = place_of(arguments)
     with state_lock():
         if running := recover():
@@ -124,7 +126,7 @@ def command_begin(arguments):
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(RUNS, "stop"))
         settings = {name: os.environ[name] for name in SETTINGS if os.environ.get(name)}
-        begun = {"tag": tag, "seed": int(seed), "environment": settings, "cores": place["cores"] or os.cpu_count(), "begun": now_text()}
+        begun = {"tag": tag, "seed": seed, "environment": settings, "cores": place["cores"] or os.cpu_count(), "begun": now_text()}
         write_json(os.path.join(RUNS, f"{tag}.json"), begun)
         # A commit of its own, so that a commit names one run of one series.
         commit = commit_tree(resolve(f"{head}^{{tree}}"), f"baseline\n\nRun {last_number() + 1} of {branch_of(tag)}.\n", head)

@@ -22,6 +22,7 @@ import sys
 
 import doctor
 from harness.common import telemetry
+from harness.common.files import replace_file
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PATH = os.path.join(HERE, "report.md")
@@ -287,20 +288,13 @@ def document(machine, sections):
 
 
 def save(text):
-    temporary = f"{PATH}.{os.getpid()}.tmp"
     try:
-        with open(temporary, "w", encoding="utf-8", errors="replace") as f:
+        with replace_file(PATH, encoding="utf-8", errors="replace") as f:
             f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, PATH)
     except OSError as error:
         mend = "move that folder away" if os.path.isdir(PATH) else f"make {os.path.dirname(PATH)} writable, and room in it"
         doctor.say(f"the report can't be written ({error}): {mend}")
         sys.exit(doctor.EXIT_ENVIRONMENT)
-    finally:
-        with contextlib.suppress(OSError):
-            os.remove(temporary)
 
 
 def main():

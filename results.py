@@ -38,6 +38,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 from matplotlib.ticker import MaxNLocator
 
+from harness.common.files import replace_file
+
 HERE = Path(__file__).resolve().parent
 COLUMNS = ["commit", "val_bpb", "memory_gb", "status", "description"]
 STATUSES = ("keep", "discard", "crash")
@@ -1088,12 +1090,8 @@ def show(figure, words):
 
 def write(path, data):
     """The file whole or not at all, whoever else writes it at the same time."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replace_file(path, "wb") as f:
+        f.write(data)
 
 
 # What the page's policy forbids, it neither has nor could be made to do by a description or a log: scripts, and anything from elsewhere.

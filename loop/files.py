@@ -8,6 +8,9 @@ import os
 import re
 import sys
 
+from harness.common import files
+from harness.common.files import replace_file, sync_folder
+
 
 def main_checkout(here):
     """The checkout whose series and ledger a folder works for: its own, or, for a linked worktree on no branch, the main one's."""
@@ -65,25 +68,10 @@ class Refusal(Exception):
         self.code = code
 
 
-def sync_folder(folder):
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_file(path, content, mode=None):
     """Bring `content` (bytes) under the name `path`, whole or not at all, and on the disk when this returns."""
-    temporary = f"{path}.{os.getpid()}.tmp"
-    with open(temporary, "wb") as f:
+    with replace_file(path, "wb", permissions=mode) as f:
         f.write(content)
-        f.flush()
-        os.fsync(f.fileno())
-    if mode is not None:
-        os.chmod(temporary, mode)
-    os.replace(temporary, path)
-    sync_folder(os.path.dirname(path))
 
 
 def write_json(path, content):
@@ -91,10 +79,9 @@ def write_json(path, content):
 
 
 def read_json(path):
-    """The object in a JSON file; None without one."""
-    with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as f:
-        content = json.load(f)
-        return content if isinstance(content, dict) else None
+    """The object in a JSON file; None without one that can be read."""
+    with contextlib.suppress(OSError):
+        return files.read_json(path)
     return None
 
 

@@ -2,12 +2,14 @@
 
 import contextlib
 import fcntl
-import glob
 import os
 import re
 import shutil
 import signal
 import time
+
+from harness.common import settings
+from harness.common.hardware import gpu_hardware
 
 from .files import ENVIRONMENT, LIMITS, ROOT, RUNS, Refusal, read_bytes, run_file
 
@@ -57,19 +59,15 @@ def is_supervised(number):
 
 
 def cache_folder():
-    cache = os.path.expanduser(os.environ.get("AUTORESEARCH_CACHE") or "~/.cache/autoresearch")
-    return os.path.join(ROOT, cache)
-
-
-def has_gpu():
-    """Whether there is a GPU in this machine, by its device files; AUTORESEARCH_HARDWARE is taken at its word."""
-    told = os.environ.get("AUTORESEARCH_HARDWARE")
-    return told != "none" if told else any(map(glob.glob, ("/dev/kfd", "/dev/nvidia[0-9]*", "/dev/dxg")))
+    try:
+        return settings.cache_folder()
+    except ValueError as e:
+        raise Refusal(str(e), ENVIRONMENT) from None
 
 
 def gpu_name():
     """What a run occupies: the first GPU that it may see, or the CPU."""
-    if not has_gpu():
+    if not gpu_hardware():
         return "cpu"
     for variable in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if os.environ.get(variable) is not None:

@@ -11,10 +11,11 @@ import signal
 import subprocess
 import time
 
+from harness.common.hardware import gpu_hardware
 from harness.common.protocol import WARMUP_STEPS
 
 from .files import ENVIRONMENT, LIMITS, ROOT, Refusal, last_words, log_tail, read_json, run_file
-from .processes import boot_id, cache_folder, check_disk, end_processes, has_gpu, processes, unkillable
+from .processes import boot_id, cache_folder, check_disk, end_processes, processes, unkillable
 
 
 class Log:
@@ -220,7 +221,7 @@ def cpu_times():
 
 def dataset_facts(environment):
     """dataset.json of the dataset that a run uses, {} where it can't be told."""
-    name = environment.get("AUTORESEARCH_DATASET") or ("climbmix" if has_gpu() else "demo")
+    name = environment.get("AUTORESEARCH_DATASET") or ("climbmix" if gpu_hardware() else "demo")
     folder = cache_folder() if name == "climbmix" else os.path.join(cache_folder(), name)
     return read_json(os.path.join(folder, "data", "dataset.json")) or {}
 
@@ -290,7 +291,7 @@ def blame_machine(state, reason, number):
         except Refusal as e:
             return "environment", str(e)
     suspicious = re.search(r"\b(HIP|CUDA|hip|cuda|HSA|NVML|ROCm)\b|hipError|cudaError", end) or reason.startswith("it hung")
-    if suspicious and has_gpu():
+    if suspicious and gpu_hardware():
         python = os.path.join(ROOT, "venv", "bin", "python")
         probe = [python, "-W", "ignore", "-c", "import torch; assert torch.ones(64, device='cuda').sum().item() == 64"]
         try:

@@ -443,6 +443,7 @@ def test_page_of_a_notebook_that_fails(tmp_path, cell, words):
     nbformat = pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
     shutil.copy(PROJECT / "results.py", tmp_path)
+    (tmp_path / "harness").symlink_to(PROJECT / "harness")
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)]), tmp_path / "analysis.ipynb")
     done = subprocess.run([sys.executable, "results.py", "--page"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and not (tmp_path / "results.html").exists()

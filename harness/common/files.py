@@ -7,23 +7,35 @@ import os
 
 
 @contextlib.contextmanager
-def replace_file(path, mode="w"):
-    """Open a temporary file that takes the name `path`, fsynced, if the block ends well."""
+def replace_file(path, mode="w", permissions=None, **how):
+    """Open a temporary file that takes the name `path` if the block ends well, and is on the disk then. how: as `open` takes it."""
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
-        with open(temporary, mode) as f:
+        with open(temporary, mode, **how) as f:
             yield f
             f.flush()
             os.fsync(f.fileno())
+        if permissions is not None:
+            os.chmod(temporary, permissions)
         os.replace(temporary, path)
+        sync_folder(os.path.dirname(path) or ".")
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.remove(temporary)
 
 
+def sync_folder(folder):
+    """Let the names in a folder be on the disk, as the files are."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def read_json(path):
     """The object in a JSON file, or None where there is no such file or no JSON object in it."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError), open(path) as f:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError), open(path, encoding="utf-8") as f:
         content = json.load(f)
         return content if isinstance(content, dict) else None
     return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.common import hardware
+from harness.common import hardware, settings
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,10 @@ class DataError(RuntimeError):
     """The data is missing, broken or not the data that was asked for; the message says what to do."""
 
 
-CACHE_DIR = os.path.expanduser(os.environ.get("AUTORESEARCH_CACHE") or os.path.join("~", ".cache", "autoresearch"))
-if CACHE_DIR.startswith("~"):
-    raise SystemExit("this user has no home folder: say where data goes with AUTORESEARCH_CACHE=/some/folder")
+try:
+    CACHE_DIR = settings.cache_folder()
+except ValueError as e:
+    raise SystemExit(str(e)) from None
 SIZES = ("max_seq_len", "vocab_size", "eval_tokens", "time_budget")
 GPU_SIZES = dict(max_seq_len=2048, vocab_size=8192, eval_tokens=40 * 524288, time_budget=600)
 CPU_SIZES = dict(max_seq_len=256, vocab_size=2048, eval_tokens=2**16, time_budget=60)  # so that a bare CPU shows the whole loop in minutes
@@ -100,8 +101,9 @@ VAL_FILENAME = f"shard_{VAL_SHARD:05d}.parquet"
 
 def seed_everything():
     """Seed torch from AUTORESEARCH_SEED (default 42) and return the seed. The only place where a seed is set."""
-    text = os.environ.get("AUTORESEARCH_SEED") or "42"
-    if not text.isdecimal() or int(text) >= 2**63:
-        raise SystemExit(f"AUTORESEARCH_SEED={text!r} is no seed; use a whole number, such as 42")
-    torch.manual_seed(int(text))  # the CPU and every GPU
-    return int(text)
+    try:
+        seed = settings.seed()
+    except ValueError as e:
+        raise SystemExit(str(e)) from None
+    torch.manual_seed(seed)  # the CPU and every GPU
+    return seed
