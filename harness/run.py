@@ -77,7 +77,9 @@ def rehearse(model, device):
     x, y = torch.randint(vocabulary, (2, 1, MAX_SEQ_LEN), generator=generator).to(device)
     model.eval()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad(), machine.autocast(device):
-        metric.check_model(model, x, y, model(x, y, reduction="none"))
+        with metric.uncompiled():
+            losses = model(x, y, reduction="none")
+        metric.check_model(model, x, y, losses)
     model.train()
 
 

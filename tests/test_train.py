@@ -26,6 +26,7 @@ from harness import checkpoint, cuda_graph, ending, machine
 from harness import run as harness
 from harness.common import hardware as hardware_found
 from harness.data import dataset as chosen
+from harness.data import metric
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SUMMARY = (
@@ -511,6 +512,21 @@ def test_memory_that_the_host_shares_is_capped(monkeypatch, capsys):
     monkeypatch.setenv("GPU_MEMORY_FRACTION", "0.5")
     machine.cap_shared_memory(torch.device("cuda"))
     assert caps[1] == 0.5
+
+
+def test_uncompiled_attention_on_amd_is_by_products(monkeypatch):
+    """Simulated: a build for AMD. The same numbers, by none of torch's own attention, and torch's again afterwards."""
+    F, original = torch.nn.functional, torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.version, "hip", "10.0")
+    q, (k, v) = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 2, 8, 16)
+    seen = torch.ones(8, 8, dtype=torch.bool).tril().triu(-3)
+    for how in (dict(is_causal=True), dict(attn_mask=seen), dict(attn_mask=seen.float()), dict(scale=0.3), {}):
+        exact = original(q, k, v, enable_gqa=True, **how)
+        with metric.uncompiled():
+            ours = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **how)
+            assert F.scaled_dot_product_attention is metric._by_products
+        torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-5)
+    assert F.scaled_dot_product_attention is original
 
 
 def test_progress_on_a_terminal_is_one_line(monkeypatch, capsys):
