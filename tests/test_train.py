@@ -793,11 +793,12 @@ import contextlib, sys
 import conftest, torch
 torch.version.hip, torch.version.cuda = "7.2.1", None  # before any kernel is imported: their tables of tilings differ
 from importlib import import_module
-import kernels, prepare, train
+import kernels, train
 from harness import choice as backends
+from harness.data import dataset
 from harness.run import build
 linear = import_module("kernels.linear")
-chosen.CACHE_DIR = sys.argv[1]
+dataset.CACHE_DIR = sys.argv[1]
 linear.blas = lambda library: contextlib.nullcontext()
 backends._here = lambda device: ["a Strix Halo"]
 times = lambda way, cases: [1.0 + (way not in ("copied by cublas", "kernels"))] * len(cases)
