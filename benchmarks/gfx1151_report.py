@@ -4,7 +4,7 @@
     python benchmarks/gfx1151_report.py cross_entropy --defaults --no-large --csv report.csv
     PYTHONPATH=path/to/another/triton python benchmarks/gfx1151_report.py attention
 
-Each kernel module says in `gfx1151_cases()` what it launches at the shapes of train.py and the README. Compiled is the code
+gfx1151_cases.py has what each kernel module launches at the shapes of train.py and the README. Compiled is the code
 that would run: with the facts that Triton's launcher gives (pointers aligned to 16 bytes, storages below 2 GiB, strides that
 are multiples of 16). Beside it stands what tensors of 2 GiB or more get, which no longer fit 32-bit buffer offsets. Nothing here is a
 measurement: it is the instruction stream, and arithmetic on it (`waves`).
@@ -26,8 +26,9 @@ from pathlib import Path
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)  # read when triton.jit decorates: interpreted kernels cannot be compiled
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
+import gfx1151_cases
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -41,9 +42,9 @@ COLUMNS = ("kernel", "shape", "options", "default", "vgprs", "spills", "scratch"
 
 
 def cases(modules=MODULES):
-    """The dicts of every module's `gfx1151_cases()`. A module is one of `kernels`, or any other by its dotted name."""
+    """The cases of every module: of one of `kernels` those in gfx1151_cases.py, of any other, by its dotted name, its `gfx1151_cases()`."""
     for module in modules:
-        yield from importlib.import_module(module if "." in module else f"kernels.{module}").gfx1151_cases()
+        yield from importlib.import_module(module).gfx1151_cases() if "." in module else getattr(gfx1151_cases, module)()
 
 
 def compile_for_gfx1151(kernel, signature, constexprs, options, multiples_of_16=(), aligned=None, below_2_gib=True):

@@ -30,7 +30,6 @@ instead of rounding, an addition less for each element; the exponent is larger t
 that nothing is biased (rms error of a weight: 0.175 %, rounded 0.166 %).
 """
 
-import itertools
 import math
 
 import torch
@@ -615,42 +614,3 @@ def flash_attention_ref(q, k, v, causal=True, window=None, scale=None):
         seen = distance >= 0 if window is None else (distance >= 0) & (distance <= window)
         scores = scores.masked_fill(~seen, -math.inf)
     return (scores.softmax(-1) @ v).transpose(1, 2)
-
-
-# --- for the gfx1151 report ----------------------------------------------------------------------------------------
-
-_POINTERS = {"q", "k", "v", "o", "do", "dq", "dk", "dv"}
-_STRIDES = ("_b", "_t", "_h")
-
-
-def gfx1151_cases():
-    """Every candidate for gfx1151 in bfloat16: head_dim 128 (train.py: 4 heads, T 2048) and 64, causal with and without a window and
-    with heads in groups of 4, full, and bounded scores. What to compile, and what a launch will tell the compiler."""
-
-    def case(name, kernel, shape, constexprs, options, kind, default):
-        signature = {
-            n: "constexpr" if n in constexprs else "*bf16" if n in _POINTERS else "*fp32" if n in ("lse", "delta", "rows")
-            else "fp32" if n.startswith("scale") else "i32" for n in kernel.arg_names}
-        return dict(name=name, kernel=kernel, signature=signature, constexprs=constexprs, options=options, kind=kind, shape=shape,
-                    default=default, multiples_of_16=tuple(n for n in kernel.arg_names if n.endswith(_STRIDES)))
-
-    for head_dim in (128, 64):
-        fused = head_dim <= FUSE_DKDV_TO["hip"]
-        passes = [("forward", _forward_kernel, FORWARD_CONFIGS, dict(FIXED_PEAK=bounded)) for bounded in (False, True)]
-        passes += [("dq", _dq_kernel, DQ_CONFIGS, {})] + [
-            (name, _dkdv_kernel, DKDV_CONFIGS, dict(DK="dk" in name, DV="dv" in name)) for name in (["dkdv"] if fused else ["dv", "dk"])]
-        for (name, kernel, table, flags), (group, sees) in itertools.product(
-                passes, ((1, "causal"), (1, "window"), (4, "causal"), (1, "full"))):
-            shape = f"head_dim {head_dim}, {sees}" + (", groups of 4" if group > 1 else "")
-            shape += ", bounded" if flags.get("FIXED_PEAK") else ""
-            for i, config in enumerate(table[head_dim]["hip"]):
-                tile = {n: x for n, x in config.kwargs.items() if n != "waves_per_eu"}
-                options = {n: x for n, x in config.all_kwargs().items() if n in ("num_warps", "num_stages", "waves_per_eu")}
-                constexprs = dict(GROUP=group, CAUSAL=sees != "full", WINDOWED=sees == "window", HEAD_DIM=head_dim, BLOCK_D=head_dim,
-                                  **flags, **tile)
-                which = f"flash_attention {name} {tile['BLOCK_M']}×{tile['BLOCK_N']}"
-                yield case(which, kernel, shape, constexprs, options, "matmul", i == 0)
-        constexprs = dict(HEAD_DIM=head_dim, BLOCK_D=head_dim, BLOCK_M=DELTA_ROWS)
-        options = dict(num_warps=4, num_stages=1)
-        delta = case("flash_attention delta", _delta_kernel, f"head_dim {head_dim}", constexprs, options, "memory", True)
-        yield {**delta, "stores": False}  # one number a row

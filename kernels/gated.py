@@ -313,27 +313,3 @@ def geglu_chunked_ref(x, approximate="none"):
 
 def relu_squared_ref(x):
     return torch.relu(x).square()
-
-
-def gfx1151_cases():
-    """What benchmarks/gfx1151_report.py compiles: flat tensors (one row), the halves of (rows, 2·2048), and rows with scales (mlp.py)."""
-    shapes = {"relu_squared": ("flat bf16", "(rows, 2048) bf16, scales"), "silu": ("flat bf16",)}
-    for activation in ("relu_squared", "silu", "gelu", "gelu_tanh"):
-        for shape in shapes.get(activation, ("flat bf16", "(rows, 2·2048) bf16")):
-            BLOCK, num_warps = block(2048)
-            p, u = "*bf16", "constexpr" if activation == "relu_squared" else "*bf16"
-            sizes = {"ACTIVATION": "constexpr", "BLOCK": "constexpr"}
-            strides = ("stride_dy", "stride_g", "stride_u", "stride_dg", "stride_du")
-            common = {"options": {"num_warps": num_warps, "num_stages": 1}, "kind": "memory", "shape": shape, "default": True,
-                      "multiples_of_16": ("n_cols", *strides)}
-            values = {"ACTIVATION": activation, "BLOCK": BLOCK}
-            s = "*fp32" if "scales" in shape else "constexpr"
-            absent = {name: None for name, kind in (("U", u), ("S", s)) if kind == "constexpr"}
-            yield {"name": activation, "kernel": gated_kernel, "constexprs": {**absent, **values}, **common,
-                   "signature": {"G": p, "U": u, "S": s, "Y": p, "n_cols": "i32", "n_blocks": "i32", "stride_g": "i32",
-                                 "stride_u": "i32", **sizes}}
-            if activation == "relu_squared":
-                absent, values = {**absent, "DU": None}, {**values, "ACTIVATION": "relu_squared_from_output"}
-            yield {"name": activation + "_backward", "kernel": gated_backward_kernel, "constexprs": {**absent, **values}, **common,
-                   "signature": {"DY": p, "G": p, "U": u, "S": s, "DG": p, "DU": u, "n_cols": "i32", "n_blocks": "i32",
-                                 **dict.fromkeys(strides, "i32"), **sizes}}

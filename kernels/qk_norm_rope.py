@@ -235,22 +235,3 @@ def qk_norm_rope_ref(q, k, cos, sin, eps=None):
         return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + (EPS if eps is None else eps))
 
     return one(q), one(k)
-
-
-def gfx1151_cases():
-    """What benchmarks/gfx1151_report.py compiles: train.py's heads, a packed qkv, and grouped heads of 64."""
-    for n_head, n_kv_head, head_dim in [(4, 4, 128), (32, 4, 128), (8, 8, 64)]:
-        ROWS, BLOCK, num_warps = tile(head_dim)
-        q, k = (tuple(f"stride_{x}_{d}" for d in "bth") for x in "qk")
-        dq, dk = (tuple(f"stride_d{x}_{d}" for d in "bth") for x in "qk")
-        p = "*bf16"
-        values = {"N_HEAD": n_head, "N_KV_HEAD": n_kv_head, "HALF": head_dim // 2, "ROWS": ROWS, "BLOCK": BLOCK}
-        common = {"constexprs": values, "options": {"num_warps": num_warps, "num_stages": 1}, "kind": "memory", "default": True,
-                  "shape": f"{n_head}/{n_kv_head} heads of {head_dim} bf16", "multiples_of_16": ("T", *q, *k, *dq, *dk)}
-        last = {"eps": "fp32", **dict.fromkeys(values, "constexpr")}
-        yield {"name": "qk_norm_rope", "kernel": qk_norm_rope_kernel, **common, "signature": {
-            **dict.fromkeys(("Q", "K", "OUT_Q", "OUT_K", "COS", "SIN"), p), "T": "i32", "q_programs": "i32",
-            **dict.fromkeys(q + k, "i32"), **last}}
-        yield {"name": "qk_norm_rope_backward", "kernel": qk_norm_rope_backward_kernel, **common, "signature": {
-            **dict.fromkeys(("DY_Q", "DY_K", "Q", "K", "DQ", "DK", "COS", "SIN"), p), "T": "i32", "q_programs": "i32",
-            **dict.fromkeys(dq + dk + q + k, "i32"), **last}}

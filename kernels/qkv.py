@@ -286,28 +286,3 @@ def qkv_norm_rope_ref(qkv, cos, sin, n_head, n_kv_head, idx=None, table=None, ep
     if table is not None:
         v = v + 2 * torch.sigmoid(gates[..., :n_kv_head]).unsqueeze(-1) * torch.nn.functional.embedding(idx, table).view(v.shape)
     return *qk_norm_rope_ref(q, k, cos, sin, eps), v
-
-
-def gfx1151_cases():
-    """What benchmarks/gfx1151_report.py compiles: train.py's heads with and without a table, and grouped heads of 64."""
-    for n_head, n_kv_head, head_dim in [(4, 4, 128), (8, 2, 64)]:
-        for residual in (True, False):
-            ROWS, BLOCK, num_warps = tile(head_dim)
-            dy = tuple(f"stride_{x}_{d}" for x in "qkv" for d in "bth")
-            p, f, r, i = "*bf16", "*fp32", *(("*bf16", "*i64") if residual else ("constexpr", "constexpr"))
-            values = {"N_HEAD": n_head, "N_KV_HEAD": n_kv_head, "HALF": head_dim // 2, "ROWS": ROWS, "BLOCK": BLOCK}
-            common = {"options": {"num_warps": num_warps, "num_stages": 1}, "kind": "memory", "default": True,
-                      "shape": f"{n_head}/{n_kv_head} heads of {head_dim} bf16{', value residual' if residual else ''}",
-                      "multiples_of_16": ("T", "rstd_k", "stride_b", "stride_t", "vocab", *dy)}
-            numbers = dict.fromkeys(("T", "k_first", "v_first", "rstd_k"), "i32")
-            gate = {"GATE": f if residual else "constexpr"}
-            absent = {} if residual else {"IDX": None, "TABLE": None, "GATE": None}
-            yield {"name": "qkv_norm_rope", "kernel": qkv_kernel, **common, "constexprs": {**absent, **values}, "signature": {
-                "QKV": p, "COS": p, "SIN": p, "IDX": i, "TABLE": r, **dict.fromkeys(("OUT_Q", "OUT_K", "OUT_V"), p), "RSTD": f, **gate,
-                **numbers, "stride_b": "i32", "stride_t": "i32", "vocab": "i32", "eps": "fp32", **dict.fromkeys(values, "constexpr")}}
-            absent, values = absent if residual else {**absent, "DE": None}, {**values, "PAD": gate_columns(n_kv_head) if residual else 0}
-            constexprs = {**absent, **values}
-            yield {"name": "qkv_norm_rope_backward", "kernel": qkv_backward_kernel, **common, "constexprs": constexprs, "signature": {
-                **dict.fromkeys(("DY_Q", "DY_K", "DY_V", "Q", "K"), p), "RSTD": f, **gate, "COS": p, "SIN": p, "IDX": i, "TABLE": r,
-                "DQKV": p, "DE": r, **numbers, **dict.fromkeys(dy, "i32"), "stride_t": "i32", "vocab": "i32",
-                **dict.fromkeys(values, "constexpr")}}

@@ -199,22 +199,3 @@ def residual_mix_norm(x, x0, resid_lambda, x0_lambda, eps=EPS, update=None):
 def residual_mix_norm_ref(x, x0, resid_lambda, x0_lambda, eps=EPS, update=None):
     mixed = resid_lambda * (x if update is None else x + update) + x0_lambda * x0
     return mixed, rms_norm_ref(mixed, None, eps)
-
-
-def gfx1151_cases():
-    """What benchmarks/gfx1151_report.py compiles: train.py's width, and wider models'; with an update, which is what train.py has."""
-    for width in (512, 768, 2048, 8192):
-        ROWS, BLOCK, num_warps = tile(width)
-        p, f, size = "*bf16", "*fp32", {"N": width, "ROWS": ROWS, "BLOCK": BLOCK}
-        common = {"constexprs": size, "options": {"num_warps": num_warps, "num_stages": 1}, "kind": "memory", "default": True,
-                  "shape": f"(rows, {width}) bf16, update", "multiples_of_16": ("stride_x", "stride_u", "stride_x0", "stride_dmixed",
-                                                                                "stride_dy")}
-        streams = {"X": p, "U": p, "X0": p, "RESID": f, "EMBED": f}
-        last = {"stride_x": "i32", "stride_u": "i32", "stride_x0": "i32", "eps": "fp32", **dict.fromkeys(size, "constexpr")}
-        yield {"name": "residual_mix_norm", "kernel": residual_mix_norm_kernel, **common,
-               "signature": {**streams, "MIXED": p, "Y": p, "n_rows": "i32", **last}}
-        for again in (False, True):  # the norm written once more
-            yield {"name": f"residual_mix_norm{'_linear' if again else ''}_backward", "kernel": residual_mix_norm_backward_kernel, **common,
-                   "constexprs": size if again else {"Y": None, **size}, "signature": {
-                       "DMIXED": p, "DY": p, **streams, "DX": p, "DX0": p, "Y": p if again else "constexpr", "SUMS": f, "n_rows": "i32",
-                       "stride_dmixed": "i32", "stride_dy": "i32", **last}}
