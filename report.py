@@ -73,7 +73,7 @@ def ten_steps(machine, found):
     before = [line for line in lines if not line.startswith("step ")]  # what train.py chose and found
     steps = len(lines) - len(before)
     if code == 0 and facts:
-        return fenced(before, 14) + steps_table(facts, machine.hardware)
+        return fenced(before, 28) + steps_table(facts, machine.hardware)
     end = f"hung for {STEPS_SECONDS} s" if code is None else f"ended with exit code {code}"
     mend = " Data that is not there is prepared by `./run.sh --setup`." if code == doctor.EXIT_ENVIRONMENT else ""
     return [f"Not measured: it {end} after {steps} steps.{mend}", "", *fenced([*before, *err.strip().splitlines()[-6:]], 18)]
