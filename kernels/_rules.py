@@ -361,6 +361,7 @@ _CONSTANT = {
     operator.gt, operator.eq, operator.ne, operator.and_, operator.or_, operator.invert, operator.sub, operator.add, operator.neg,
     operator.getitem, "view", "reshape", "unsqueeze", "expand", "tril", "triu", "bool", "to", "t", "transpose", "abs", "cumsum", "diff",
     "logical_and", "logical_not", "new_ones", "new_zeros", "new_full",
+    *(f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "sub", "add")),  # as torch 2.11 captures some
 }
 
 
