@@ -341,6 +341,7 @@ def as_gfx1151():
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ["AUTORESEARCH_DATASET"] = "climbmix"  # not the demonstration's sizes
     torch.version.hip = "modelled"
+    torch.cuda.is_available, torch.cuda.device_count = lambda: False, lambda: 0  # what GPU there may be is none of AMD's
     triton.runtime.JITFunction.run = lambda kernel, *args, grid, warmup, **kwargs: TRACE.launch(kernel, args, kwargs)
     triton.runtime.Autotuner.run = lambda tuner, *args, grid, warmup, **kwargs: TRACE.launch(tuner.fn, args, kwargs)
     torch.backends.cuda.preferred_blas_library = TRACE.preferred_blas_library

@@ -12,4 +12,4 @@ from .qk_norm_rope import qk_norm_rope, qk_norm_rope_ref
 from .qkv import gate_columns, qkv_norm_rope, qkv_norm_rope_ref
 from .residual_mix import residual_mix_norm, residual_mix_norm_ref
 from .rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
-from .sdpa import sdpa
+from .sdpa import sdpa, sdpa_ref

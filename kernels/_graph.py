@@ -262,6 +262,19 @@ def without_in_place_sums(graph):
             n.target = getattr(operator, name)
 
 
+def without_idle_switches(graph):
+    """`torch.no_grad()` around what needs no gradient anyway (positions, masks) changes nothing: without it."""
+    off, idle = None, False
+    for n in list(graph.nodes):
+        if n.op == "call_function" and getattr(n.target, "__name__", "") == "_set_grad_enabled":
+            if n.args == (True,) and off and idle:
+                graph.erase_node(off)
+                graph.erase_node(n)
+            off, idle = (n, True) if n.args == (False,) and not off else (None, False)
+        elif any(getattr(t, "requires_grad", False) for t in torch.utils._pytree.tree_leaves([value(i) for i in n.all_input_nodes])):
+            idle = False
+
+
 def tidy(graph):
     """Leave out what changes nothing, so that readers of a tensor are readers of one node; and let no view depend on strides, which what
     is put before it may have otherwise."""

@@ -17,7 +17,7 @@ import os
 import torch
 
 from . import _proof, _rules
-from ._graph import kind, op, sort, stateful, tidy, value, where, without_in_place_sums
+from ._graph import kind, op, sort, stateful, tidy, value, where, without_idle_switches, without_in_place_sums
 from ._proof import REFERENCES
 
 
@@ -77,6 +77,7 @@ def _fused(gm, example_inputs, fusion, graph):
         graph.rejected = "sizes or numbers vary from call to call: compile with dynamic=False, and keep numbers that change in tensors"
         return gm
     new = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    without_idle_switches(new.graph)
     without_in_place_sums(new.graph)
     if bad := next(filter(stateful, new.graph.nodes), None):
         graph.rejected = f"{_name(bad)}{_at(where(bad))} writes into a tensor or switches gradients or autocast"

@@ -4,6 +4,8 @@ Same arguments, shapes and results; whatever the kernel does not do (masks, drop
 attention of unequal lengths) goes to torch unchanged, errors included: never a silently different number.
 """
 
+import math
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa  # F's own name may be given to `sdpa` below
 
@@ -36,6 +38,19 @@ def _kernel_can(query, key, value, attn_mask, dropout_p, is_causal, scale, enabl
     if B == 0 or n_queries < MIN_QUERIES or n_keys == 0 or is_causal and n_queries != n_keys:
         return False
     return scale is None or 0 < scale <= MAX_SCALE
+
+
+def sdpa_ref(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """What torch's function defines, by products and a softmax in float32 (of float64 inputs, in float64): no kernel of torch's runs."""
+    if enable_gqa:
+        key, value = (t.repeat_interleave(query.size(-3) // t.size(-3), -3) for t in (key, value))
+    scores = query @ key.mT
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * (query.size(-1) ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return torch.dropout(scores.softmax(-1).to(value.dtype), dropout_p, dropout_p > 0) @ value
 
 
 def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):

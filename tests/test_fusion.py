@@ -155,6 +155,7 @@ EDITS = {
         [(BLOCK, "        x = x + self.attn(norm(x), value_embedding, cos, sin, window)\n        update = self.mlp(norm(x))\n        update += x\n        return update")],
         {},
     ),
+    "positions without gradients": ([("        for i, block in enumerate", "        with torch.no_grad():\n            cos, sin = cos + 0.0, sin * 1.0\n        for i, block in enumerate")], {}),
     "dropout that is off": ([(MLP, "return F.dropout(self.c_proj(F.relu(self.c_fc(x)).square()), 0.0, self.training)")], {}),
     "post-norm": (
         [(BLOCK, "        x = x + norm(self.attn(norm(x), value_embedding, cos, sin, window))\n        return x + norm(self.mlp(norm(x)))")],

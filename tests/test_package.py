@@ -181,7 +181,7 @@ calls = {
     "add_norm_mlp": (x, x, x, x.new_ones(3, 4)),
     "residual_mix_norm_linear": (x, x, *lambdas, x), "qkv_norm_rope": (packed, cos, sin, 2, 1, targets[None].repeat(1, 2) % 4, x[:, :16]),
     "swiglu": (x, x), "geglu": (x, x),
-    "geglu_chunked": (x,), "relu_squared": (x,), "qk_norm_rope": (q, k, cos, sin), "flash_attention": (q, k, v),
+    "geglu_chunked": (x,), "relu_squared": (x,), "qk_norm_rope": (q, k, cos, sin), "flash_attention": (q, k, v), "sdpa": (q, k, v),
     "softcap_cross_entropy": (x, targets), "linear_softcap_cross_entropy": (x, torch.randn(32, 32, device=device), targets),
 }  # fmt: skip
 assert {name for name in public if name + "_ref" in public} == set(calls)

@@ -12,18 +12,6 @@ from harness.data.loader import make_dataloader
 from harness.data.tokenizer import token_byte_counts
 
 
-def _by_products(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """torch's scaled_dot_product_attention (without dropout, as models are evaluated) by products and a softmax in float32."""
-    if enable_gqa:
-        key, value = (t.repeat_interleave(query.size(-3) // t.size(-3), -3) for t in (key, value))
-    scores = (query @ key.mT).float() * (query.size(-1) ** -0.5 if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    return scores.softmax(-1).to(value.dtype) @ value
-
-
 @contextlib.contextmanager
 def uncompiled():
     """Within, models run as they are written. On AMD their attention then goes by products: of torch's own choices there it is reported
@@ -31,7 +19,9 @@ def uncompiled():
     attention = F.scaled_dot_product_attention
     with torch.compiler.set_stance("force_eager"):
         if torch.version.hip:
-            F.scaled_dot_product_attention = _by_products
+            from kernels import sdpa_ref  # where there is a GPU there is Triton
+
+            F.scaled_dot_product_attention = sdpa_ref
         try:
             yield
         finally:
