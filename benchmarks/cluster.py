@@ -135,7 +135,7 @@ def many(machines, seconds):
         killed = random.Random(0).sample(running(), max(1, machines // 20))
         for pid in killed:
             parent = int((read_bytes(f"/proc/{pid}/stat") or b"").rpartition(b")")[2].split()[1])
-            os.kill(parent, signal.SIGKILL)  # loop.node: its run dies with it, and the job fails
+            os.kill(parent, signal.SIGKILL)  # loop.remote.node: its run dies with it, and the job fails
         wait(checkout)
         elapsed = time.perf_counter() - start
         head = usage(head_of(nodes))

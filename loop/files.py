@@ -161,3 +161,7 @@ def log_tail(number, count):
 
 def last_words(number):
     return (log_tail(number, 1) or [""])[0]
+
+
+def stop_requested():
+    return os.path.exists(os.path.join(RUNS, "stop"))

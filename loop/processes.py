@@ -159,3 +159,17 @@ def check_disk():
         free = shutil.disk_usage(folder).free
         if free < LIMITS["disk"]:
             raise Refusal(f"{free / 1e9:.1f} GB free in {folder}, and a run needs {LIMITS['disk'] / 1e9:.1f}: make room", ENVIRONMENT)
+
+
+def take_gpu(what):
+    """The lock of the GPU that a run here would occupy."""
+    os.makedirs(cache_folder(), exist_ok=True)
+    path = os.path.join(cache_folder(), f"{gpu_name()}.lock")
+    gpu = lock_file(path, wait=1)
+    if gpu is None:
+        holder = " ".join((read_bytes(path) or b"").decode("utf-8", "replace").split())
+        other = "" if gpu_name() == "cpu" else ", or give this folder another GPU (CUDA_VISIBLE_DEVICES)"
+        raise Refusal(f"{gpu_name()} is in use by {holder or 'another run'}: wait for it{other}")
+    os.ftruncate(gpu, 0)
+    os.pwrite(gpu, f"{what}\n".encode(), 0)
+    return gpu

@@ -4,6 +4,7 @@ import ast
 import collections
 import contextlib
 import copy
+import functools
 import hashlib
 import io
 import os
@@ -16,7 +17,9 @@ from .files import ROOT, Refusal
 from .repository import git
 
 
+@functools.lru_cache(maxsize=4)
 def parse(source):
+    """The syntax tree of a train.py, not to be changed: a turn looks at two programs several times."""
     try:
         with warnings.catch_warnings(action="ignore") if sys.version_info >= (3, 11) else contextlib.nullcontext():
             compile(source, "train.py", "exec", dont_inherit=True)

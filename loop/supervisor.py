@@ -6,13 +6,14 @@ import signal
 import subprocess
 import traceback
 
-from . import cluster
-from .files import LIMITS, ROOT, RUNS, TREE, Refusal, last_words, read_turn, run_file
+from .files import LIMITS, ROOT, RUNS, TREE, Refusal, last_words, read_turn, run_file, stop_requested
 from .ledger import Series
 from .processes import cache_folder, lock_file, state_lock
+from .recovery import recover
+from .remote import cluster
 from .repository import current_tag, git, make_tree
 from .run import LIBC, Log, Reader, as_number, follow, interrupted, measure
-from .turns import end_state, last_local, recover, start_noise, stop_requested, write_outcome
+from .turns import end_state, last_local, start_noise, write_outcome
 
 
 def run(turn, gpu):

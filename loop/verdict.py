@@ -9,7 +9,7 @@ from .ledger import Series
 def verdict(turn, outcome):
     """keep, candidate, discard, crash, or None where nothing is known of the idea. Depends on nothing but the two.
 
-    A candidate is better than the best, and does not hold what was kept since it began: see `turns.try_again`.
+    A candidate is better than the best, and does not hold what was kept since it began: see `recovery.try_again`.
     """
     if outcome["state"] in ("environment", "stopped"):
         return None

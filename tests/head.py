@@ -1,4 +1,4 @@
-"""A stand-in for the head of a Ray cluster: the part of its REST API that loop/cluster.py uses, for tests of what a client does."""
+"""A stand-in for the head of a Ray cluster: the part of its REST API that loop/remote/cluster.py uses, for tests of what a client does."""
 
 import json
 import os

@@ -751,14 +751,15 @@ def test_patches_of_files(series, tmp_path):
     series.git("reset", "--quiet", "--hard", "HEAD~2")
     script = """
 import json, sys
-import experiment
-found = [patch for path in sys.argv[1:] for patch in experiment.read_patches(path)]
+from loop.files import Refusal
+from loop.patches import patched, read_patches
+found = [patch for path in sys.argv[1:] for patch in read_patches(path)]
 texts, source = [], None
 for path, description, patch in found:
     try:
-        source = experiment.patched("HEAD", patch)
+        source = patched("HEAD", patch)
         texts.append([description, [line for line in source.decode().splitlines() if line.startswith("VALUE")]])
-    except experiment.Refusal as e:
+    except Refusal as e:
         texts.append([description, str(e)])
 print(json.dumps(texts))
 """

@@ -21,8 +21,9 @@ from checkout import Checkout, Kill, helper, wait_until
 from conftest import PROJECT
 from head import Head
 
-from loop import cluster, files, node, repository, turns, verdict
+from loop import branch, files, recovery, repository, turns, verdict
 from loop.processes import lock_file, processes
+from loop.remote import cluster, node
 
 
 @pytest.fixture(scope="module")
@@ -139,13 +140,13 @@ def test_a_shutdown_of_this_machine_stops_nothing(series, head):
 def test_a_supervisor_is_started_while_somebody_asks_whether_one_lives(tmp_path, monkeypatch):
     """Whoever asks holds the lock for a moment. The run must not be taken for one that was cut short."""
     started = []
-    monkeypatch.setattr(turns, "run_file", lambda number, name: str(tmp_path / name))
-    monkeypatch.setattr(turns, "git", lambda *arguments: None)
-    monkeypatch.setattr(turns, "detach", lambda *arguments: started.append(arguments[0]))
+    monkeypatch.setattr(recovery, "run_file", lambda number, name: str(tmp_path / name))
+    monkeypatch.setattr(recovery, "git", lambda *arguments: None)
+    monkeypatch.setattr(recovery, "detach", lambda *arguments: started.append(arguments[0]))
     with open(tmp_path / "alive", "w") as asks:
         fcntl.flock(asks, fcntl.LOCK_SH)
         threading.Timer(0.2, fcntl.flock, (asks, fcntl.LOCK_UN)).start()
-        assert turns.revive({"number": 7, "tag": "nov29", "commit": "0" * 40}) and started == [7]
+        assert recovery.revive({"number": 7, "tag": "nov29", "commit": "0" * 40}) and started == [7]
 
 
 def test_wait_tells_what_ended_while_nobody_waited(series, head):
@@ -221,7 +222,7 @@ def test_what_an_edit_began_from(series, monkeypatch, tmp_path):
         series.commit("as a keep")
         heads.append(series.git("rev-parse", "HEAD"))
     monkeypatch.setattr(repository, "git_bytes", lambda *a, f=repository.git_bytes, **k: f(*a, **k | {"cwd": series.folder}))
-    for module in (repository, turns):
+    for module in (repository, branch):
         monkeypatch.setattr(module, "RUNS", tmp_path)
     try:
         for source, start in (
@@ -231,12 +232,14 @@ def test_what_an_edit_began_from(series, monkeypatch, tmp_path):
             (change(texts[1], TOKENS=7), 2),  # brought in by hand
             (change(texts[2], SECONDS=1), 2),
         ):
-            assert turns.starting_point("nov29", heads[2], source.encode()) == heads[start], (source, start)
+            assert branch.starting_point("nov29", heads[2], source.encode()) == heads[start], (source, start)
             series.git("update-ref", "refs/autoresearch-base/nov29", heads[0])
         series.train.write_text(change(texts[2], STEPS=8, FINGERPRINT='"7"'))
         series.commit("as a keep")
         last = series.git("rev-parse", "HEAD")
-        assert turns.starting_point("nov29", last, change(texts[2], STEPS=8, SECONDS=7).encode()) == heads[2], "as far from both; it merges"
+        assert branch.starting_point("nov29", last, change(texts[2], STEPS=8, SECONDS=7).encode()) == heads[2], (
+            "as far from both; it merges"
+        )
     finally:
         series.git("update-ref", "-d", "refs/autoresearch-base/nov29")
         series.git("reset", "--quiet", "--hard", heads[0])
@@ -578,7 +581,7 @@ def test_a_run_that_changes_what_came_is_invalid(monkeypatch, tmp_path, capfd):
 def test_a_node_that_cannot_write_is_passed_over():
     turn = {"number": 1, "tag": "x", "token": "t", "cores": 1, "environment": {}, "limits": files.LIMITS}
     environment = os.environ | {"AUTORESEARCH_TURN": json.dumps(turn), "AUTORESEARCH_CACHE": "/dev/null/cache"}
-    done = subprocess.run([sys.executable, "-m", "loop.node"], cwd=PROJECT, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "loop.remote.node"], cwd=PROJECT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and 'autoresearch answers: {"unfit": ' in done.stdout and "Not a directory" in done.stdout
 
 

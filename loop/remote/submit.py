@@ -15,7 +15,7 @@ def main():
         more["entrypoint_label_selector"] = {"ray.io/node-id": f"!in({','.join(job['not_on'])})"}
     try:
         JobSubmissionClient(job["address"]).submit_job(
-            entrypoint="exec python3 -m loop.node",
+            entrypoint="exec python3 -m loop.remote.node",
             submission_id=job["id"],
             runtime_env={"working_dir": job["folder"], "env_vars": job["environment"]},
             metadata=job["metadata"],

@@ -1,5 +1,5 @@
 """
-Runs on a Ray cluster. A turn becomes one of its jobs: the files of the commit as working directory, one GPU or some cores, loop/node.py.
+Runs on a Ray cluster. A turn becomes one of its jobs: the files of the commit as working directory, one GPU or some cores, and node.py.
 
 Jobs are sent by Ray's own client (`ray[default]` in venv/) and watched through its REST API, by HTTP to the dashboard's port. A job goes on
 without whoever sent it, so a supervisor that was killed is replaced by one that takes up the job where it is. What is known of the place
@@ -18,12 +18,12 @@ import subprocess
 import time
 import urllib.parse
 
-from .files import ENVIRONMENT, LIMITS, ROOT, Refusal, now_text, read_bytes, read_json, run_file, seconds_text, write_file, write_json
-from .ledger import settings_of
+from ..files import ENVIRONMENT, LIMITS, ROOT, Refusal, now_text, read_bytes, read_json, run_file, seconds_text, write_file, write_json
+from ..ledger import settings_of
+from ..processes import cache_folder
+from ..repository import git_bytes
+from ..run import die_with_parent, interrupted
 from .node import ANSWER
-from .processes import cache_folder
-from .repository import git_bytes
-from .run import die_with_parent, interrupted
 
 PORT = 8265  # of Ray's dashboard
 LOCAL = f"http://127.0.0.1:{PORT}"
@@ -210,7 +210,7 @@ def files_of(commit, folder):
 
 def send(job):
     """Send a job by Ray's client, which is no part of this process: it is large, and only venv/ has it."""
-    command = [PYTHON, "-W", "ignore", os.path.join(ROOT, "loop", "submit.py")]
+    command = [PYTHON, "-W", "ignore", os.path.join(ROOT, "loop", "remote", "submit.py")]
     # Without what Ray would take for the address, whatever it is given.
     environment = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")} | secret()
     environment |= dict.fromkeys(("no_proxy", "NO_PROXY"), "*") if is_near(job["address"]) else {}
@@ -308,7 +308,7 @@ def candidates(place, cores):
 
 
 def job_of(turn, expected, place, attempt, folder):
-    """What is sent: see loop/submit.py."""
+    """What is sent: see loop/remote/submit.py."""
     begun = settings_of(turn["tag"]).get("environment") or {}
     given = {name: begun[name] for name in VARIABLES if name in begun}
     given |= {"AUTORESEARCH_DATASET": expected["dataset"]} if expected["dataset"] else {}

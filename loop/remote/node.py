@@ -14,10 +14,9 @@ import signal
 import subprocess
 import sys
 
-from .files import LIMITS, ROOT, Refusal, read_bytes, run_file
-from .processes import cache_folder, gpu_name
-from .run import LIBC, Log, interrupted, measure
-from .turns import take_gpu
+from ..files import LIMITS, ROOT, Refusal, read_bytes, run_file
+from ..processes import cache_folder, gpu_name, take_gpu
+from ..run import LIBC, Log, interrupted, measure
 
 ANSWER = "autoresearch answers: "
 
@@ -80,7 +79,7 @@ def move_in(turn):
     if gpu >= 0:
         os.set_inheritable(gpu, True)
     os.chdir(place)
-    os.execv(sys.executable, [sys.executable, "-m", "loop.node", str(gpu)])
+    os.execv(sys.executable, [sys.executable, "-m", "loop.remote.node", str(gpu)])
 
 
 def look(expected):

@@ -1,0 +1,1 @@
+"""Runs elsewhere: on a Ray cluster."""
