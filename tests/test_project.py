@@ -27,7 +27,9 @@ def test_readme_names_what_is_there():
     code = "".join(path.read_text() for path in [*PROJECT.glob("*.sh"), *PROJECT.glob("*.py"), *PROJECT.glob("harness/**/*.py")])
     variables = set(re.findall(r"`([A-Z][A-Z0-9_]{5,})`", readme.split("## Settings")[1].split("## Measured")[0]))
     assert "AUTORESEARCH_SEED" in variables and {v for v in variables if v not in code} <= {"HTTPS_PROXY"}
-    inner = {f"AUTORESEARCH_{name}" for name in ("GFX", "RUN", "SAID", "SYSROOT")}  # what one part tells another, and tests
+    inner = {
+        f"AUTORESEARCH_{name}" for name in ("ANSWER", "EXAMINER", "GFX", "MODEL", "RUN", "SAID", "SYSROOT")
+    }  # what one part tells another, and tests
     assert set(re.findall(r"\bAUTORESEARCH_[A-Z_]+\b", code)) - inner == {v for v in variables if v.startswith("AUTORESEARCH_")}
 
 
