@@ -10,6 +10,7 @@ The model that it trains is kept by this process, which ends as train.py does.
 import contextlib
 import json
 import os
+import platform
 import select
 import shutil
 import signal
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 
-from harness.common import box, settings
+from harness.common import box, settings, telemetry
 from harness.common.files import read_json, replace_file, sync_folder
 from harness.common.hardware import gpu_hardware
 from harness.common.protocol import EXIT_ENVIRONMENT
@@ -67,7 +68,7 @@ def rules(environ, scratch, compiled, files):
     devices = [*DEVICES, *(entry.path for entry in os.scandir("/dev") if entry.name.startswith("nvidia"))]
     return [
         *((path, box.READ) for path in read),
-        ("/proc", box.WRITE_FILE),  # CUDA names its threads there; other processes' memory stays closed
+        ("/proc", box.WRITE),  # CUDA opens its own there to write; nothing can be made in it, and other processes' memory stays closed
         (HERE, box.READ_DIR), (os.path.join(root, "data"), box.READ_DIR),
         *((path, box.WRITE) for path in (scratch, *compiled, *devices)),
     ]  # fmt: skip
@@ -134,15 +135,53 @@ def serve(way, child, model, answer):
             way.send(json.dumps(reply).encode())
 
 
+# What a run needs of a GPU, tried in the box once for each kernel, driver and torch: what they open is theirs, and changes.
+TRIAL = """
+import torch
+x = torch.ones(64, device="cuda")
+assert torch.compile(lambda x: (x * 2).sum())(x).item() == 128
+"""
+TRIAL_SECONDS = 180
+
+
+def why_not_boxed(environ, allowed):
+    """Why train.py runs without a box, in a few words; None where the box leaves it all that it needs."""
+    if not box.version():
+        return "this kernel has no Landlock"
+    hardware = gpu_hardware()
+    if not hardware:
+        return None
+    path = os.path.join(settings.cache_folder(environ), "box.json")  # where train.py can't write
+    driver = next((text for name in ("nvidia", "amdgpu") if (text := telemetry.read(f"/sys/module/{name}/version"))), "")
+    key = json.dumps([platform.release(), driver, hardware, sys.prefix, telemetry.read(f"{HERE}/venv/.autoresearch/constraints.txt") or ""])
+    known = read_json(path) or {}
+    if key not in known:
+        print(
+            "autoresearch: trying the GPU in the box that train.py runs in (once for each driver and torch) …", file=sys.stderr, flush=True
+        )
+        try:
+            done = subprocess.run([sys.executable, "-c", TRIAL], cwd=HERE, env=environ, preexec_fn=lambda: box.enter(allowed), text=True,
+                                  errors="replace", capture_output=True, timeout=TRIAL_SECONDS)  # fmt: skip
+            said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            known = {key: None if done.returncode == 0 else f"in it the GPU can't be used ({ascii(said[:160])})"}
+        except (OSError, subprocess.SubprocessError) as e:
+            known = {key: f"the GPU did not answer in it ({type(e).__name__})"}
+        with contextlib.suppress(OSError), replace_file(path) as f:
+            json.dump(known, f)
+    return known[key]
+
+
 def start(environ, arguments, passed, allowed):
-    """train.py's process, in the box where the kernel has such."""
-    boxed = box.version() > 0
-    if not boxed:
-        print("autoresearch: this kernel has no Landlock: train.py is not kept from what it must not read", file=sys.stderr, flush=True)
+    """train.py's process, in the box where it can be."""
+    why = why_not_boxed(environ, allowed)
+    if why:
+        print(
+            f"autoresearch: train.py runs without a box, which would keep it from what it must not read: {why}", file=sys.stderr, flush=True
+        )
 
     def restrict():
         box.LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not without this process
-        if boxed:
+        if not why:
             box.enter(allowed)
 
     command = [sys.executable, os.path.join(HERE, "train.py"), *arguments]

@@ -19,6 +19,7 @@ from test_protocol import TEXT, fixed_model, tokenizer  # noqa: F401
 from test_train import clone
 
 from harness import examiner
+from harness import launch as launch_module
 from harness.common import box
 from harness.data import metric, ready
 from harness.data.dataset import DataError, NoResult
@@ -308,6 +309,22 @@ def test_what_the_box_leaves(demo, project, tmp_path):
     if box.version() >= 6:
         assert found["signal"] == "denied"
     assert found["answer"] == []
+
+
+@needs_landlock
+def test_a_gpu_is_tried_in_the_box_once(monkeypatch, tmp_path, capfd):
+    """Simulated: a GPU, and what it needs. Where the box keeps that from it, the run goes without, and says why."""
+    environ = os.environ | {"AUTORESEARCH_CACHE": str(tmp_path)}
+    (tmp_path / "closed").touch()
+    monkeypatch.setattr(launch_module, "gpu_hardware", lambda: "NVIDIA")
+    allowed = launch_module.rules(environ, str(tmp_path / "scratch"), set(), [])
+    for trial, why in (("open('/dev/null', 'w')", None), (f"open({str(tmp_path / 'closed')!r})", "PermissionError")):
+        monkeypatch.setattr(launch_module, "TRIAL", trial)
+        for _ in range(2):
+            said = launch_module.why_not_boxed(environ, allowed)
+            assert said is None if why is None else why in said
+        assert capfd.readouterr().err.count("trying the GPU in the box") == 1, "the second time it is known"
+        (tmp_path / "box.json").unlink()
 
 
 @needs_landlock
