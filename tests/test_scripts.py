@@ -23,7 +23,7 @@ import pytest
 from conftest import called_once, made_once
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ["run.sh", "test.sh", "env.sh", "doctor.py", "report.py", "harness", "pyproject.toml"]
+SCRIPTS = ["run.sh", "test.sh", "env.sh", "doctor.py", "doctor", "harness", "pyproject.toml"]
 NOWHERE = "http://127.0.0.1:9"  # nothing listens there
 
 PREPARE = """
