@@ -2,7 +2,7 @@
 
 from doctor.check import ALL, AMD, GPU, Check
 from doctor.gpu_checks import driver, firmware, gpu_faults, gtt, heat, kernel, nvidia_driver, permissions, several_gpus
-from doctor.host_checks import disk, memory, memory_cap, power, suspend, swap, toolchain, wsl
+from doctor.host_checks import disk, landlock, memory, memory_cap, power, suspend, swap, toolchain, wsl
 from doctor.torch_checks import (
     AMD_INDEX,
     allocator,
@@ -79,6 +79,8 @@ CHECKS = (
           "close what uses memory; then sudo swapoff -a && sudo swapon -a"),
     Check(several_gpus, GPU, "warn", "which GPU runs should not be chance",
           "export HIP_VISIBLE_DEVICES=0 (NVIDIA: CUDA_VISIBLE_DEVICES=0)"),
+    Check(landlock, ALL, "note", "by it the kernel keeps train.py from the validation text, earlier runs and the network",
+          "a kernel from 5.13 on, with landlock in its lsm= (docs/honest.md); runs work without, and say so"),
     Check(wsl, ALL, "warn", "AMD GPUs are not offered there as Linux offers them, and nothing here is tested on it",
           "boot Linux itself; the demonstration works as it is"),
 )  # fmt: skip

@@ -132,6 +132,12 @@ def power(machine):
     return profile or None
 
 
+def landlock(machine):
+    """The box that a run is in (harness/launch.py); 4 denies TCP too, 6 signals."""
+    version = machine.landlock()
+    return f"version {version}" if version else Fault("this kernel has none, or it is switched off")
+
+
 def wsl(machine):
     """Windows' subsystem: an AMD GPU needs librocdxg there and no /dev/kfd exists (ROCm/legacy-rocm-build#5900, #6528)."""
     if not machine.in_wsl:

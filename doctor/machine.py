@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from harness.common import hardware, settings, telemetry
+from harness.common import box, hardware, settings, telemetry
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # this project's folder
 CHECK_SECONDS = 5  # a check, or a command of one, that takes longer hangs
@@ -52,6 +52,7 @@ class Machine:
     access: Callable = os.access  # a path and a mode → whether this user has it
     free: Callable = lambda path: shutil.disk_usage(path).free  # a folder → bytes
     include: str = sysconfig.get_path("include")  # where Python.h is
+    landlock: Callable = box.version  # the version of it in this kernel, 0 without
     torch: Mapping = field(default_factory=dict)  # what torch says of itself: torch_on_disk(); "canary", "sdpa", "miopen" once it was asked
 
     def path(self, name):

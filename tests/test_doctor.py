@@ -58,6 +58,7 @@ def machine_of(root, hardware, torch):
         run=commands(systemd_inhibit=(0, "", ""), journalctl=(0, "amdgpu: initialized\n", "")),
         free=lambda path: 500 * GIB,
         include=str(Path(root) / "include"),
+        landlock=lambda: 7,
         torch=torch,
     )
     write(machine, "include/Python.h")
@@ -329,6 +330,7 @@ FAULTS = [
     ("several_gpus", strix_halo, second_gpu(120001), "warn", "2 GPUs: gfx1151, gfx1201", "HIP_VISIBLE_DEVICES=0 .for gfx1151"),
     ("several_gpus", radeon, second_gpu(100306, 0, simd_count=4), "warn", "gfx1036, gfx1100", "HIP_VISIBLE_DEVICES=1 .for gfx1100"),
     ("several_gpus", h200, content("dev/nvidia1", ""), "warn", "2 GPUs", "CUDA_VISIBLE_DEVICES=0"),
+    ("landlock", strix_halo, lambda m: setattr(m, "landlock", lambda: 0), "note", "this kernel has none", "docs/honest.md"),
     ("wsl", cpu, content("proc/sys/kernel/osrelease", "6.6.87.2-microsoft-standard-WSL2"), "warn", "Windows", "boot Linux"),
 ]  # fmt: skip
 
