@@ -133,7 +133,8 @@ def power(machine):
 
 
 def landlock(machine):
-    """The box that a run is in (harness/launch.py); 4 denies TCP too, 6 signals."""
+    """The box that a run is in (harness/launch.py); version 4 denies TCP too, 6 signals. Off where an lsm= parameter leaves it out
+    (netblue30/firejail#6302), and absent under gVisor (majorcontext/moat#396)."""
     version = machine.landlock()
     return f"version {version}" if version else Fault("this kernel has none, or it is switched off")
 
