@@ -23,11 +23,11 @@ first block (a window's edge). Two finite sentinels would leave a difference of 
 
 Where scores are known to be small no maximum is needed (`bounded`, FIXED_PEAK: it stays 0). With |S| ≤ 60, exp S lies within 1e±26,
 which leaves float32 room for the sum over any number of keys, and for any v between 1e-11 and 1e11 of size. For bfloat16 operands alone:
-eˢ overflows float16 at 11, and in float32 rounding S · log2 e near 86 would cost a weight 40 ulp. The weights are narrowed to bfloat16
-before they are summed, as they are for the product with V: a query that has weight for one key alone
-gets exactly its value, and its dq no noise (with a maximum that weight is 1 and needs no rounding). Blocks without a mask truncate
-instead of rounding, an addition less for each element; the exponent is larger there by what truncation takes in the mean, so
-that nothing is biased (rms error of a weight: 0.175 %, rounded 0.166 %).
+eˢ overflows float16 at 11, and in float32 rounding S · log2 e near 86 would cost a weight 40 ulp. The weights are rounded to
+bfloat16 before they are summed, so the sum that the output is divided by is of the very weights that multiply V. A query that has
+weight for one key alone then gets exactly that key's value, and its dq no noise (with a maximum that weight is 1 and needs no rounding).
+Blocks without a mask truncate instead of rounding, an addition less for each element; the exponent is larger there by what truncation
+takes in the mean, so that nothing is biased (rms error of a weight: 0.175 %, rounded 0.166 %).
 """
 
 import math

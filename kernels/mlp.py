@@ -3,8 +3,8 @@
     h = x + update,   y = relu(norm(h) · fcᵀ)² · projᵀ          (So et al. 2021 for relu²)
 
 The norm is never written: norm(h) = rstd·h, a number for each row, and the product's rows are scaled instead, where relu² has them in
-registers. On the way back relu²'s gradient gets the same factor, which makes it right for fc's gradient (with h in the norm's place), and
-its product with fc the rstd-fold gradient of the norm, which is what RMSNorm's backward begins with.
+registers. In the backward relu²'s gradient is multiplied by rstd too. Then fc's wgrad takes h in the place of norm(h). And the dgrad, the
+product with fc, is rstd times the gradient of norm(h): the first thing that RMSNorm's backward would compute from it (`scaled=True`).
 
 Kept for the backward are h, a = relu(…)² and rstd: relu²'s slope is 2·√a. On NVIDIA's Hopper and its successors in servers, two of the six
 products are a kernel of this file, if all is bfloat16: it squares, or multiplies by the slope, what it has in its registers anyway, so the
