@@ -95,12 +95,37 @@ def run_file(number, name):
     return os.path.join(RUNS, str(number), name)
 
 
+def numbers():
+    """The numbers of all runs."""
+    return sorted(int(n) for n in os.listdir(RUNS) if n.isdecimal()) if os.path.isdir(RUNS) else []
+
+
 def last_number():
-    return max((int(n) for n in os.listdir(RUNS) if n.isdecimal()), default=0) if os.path.isdir(RUNS) else 0
+    return max(numbers(), default=0)
+
+
+TEXTS = ("tag", "kind", "description", "commit", "parent", "short", "token", "started")
+OPTIONS = {"bar": None, "floor": None, "base": None, "margin": 0.0, "simpler": False, "prune": False, "remaining": 0, "file": None,
+           "on": None, "cores": None, "again": None, "times": 0, "ledger": 0}  # fmt: skip
 
 
 def read_turn(number):
-    return read_json(run_file(number, "turn.json")) if number else None
+    """turn.json of a run; None without one that is as it was written, since somebody may have edited it."""
+    turn = (read_json(run_file(number, "turn.json")) if number else None) or {}
+    whole = turn.get("number") == number and all(isinstance(turn.get(key), str) for key in TEXTS) and isinstance(turn.get("seed"), int)
+    numeric = all(isinstance(turn.get(key) or 0, (int, float)) for key in ("bar", "floor", "base", "margin", "remaining", "cores", "times"))
+    paths = all(isinstance(turn.get(key) or "", str) for key in ("on", "file"))
+    return OPTIONS | turn if whole and numeric and paths else None
+
+
+def read_end(number):
+    """The outcome of a run, by which it can be judged; None while there is none that is whole."""
+    outcome = read_outcome(number)
+    state, reason, summary = outcome.get("state"), outcome.get("reason"), outcome.get("summary") or {}
+    if state == "valid":
+        timed = {"startup", "training", "evaluation", "total"} <= outcome["seconds"].keys()
+        return outcome if timed and isinstance(summary.get("val_bpb"), (int, float)) else None
+    return outcome if state in ("crash", "pruned", "environment", "stopped") and isinstance(reason, str) else None
 
 
 def read_outcome(number):

@@ -15,7 +15,7 @@ from harness.common.hardware import gpu_hardware
 from harness.common.protocol import WARMUP_STEPS
 
 from .files import ENVIRONMENT, LIMITS, ROOT, Refusal, last_words, log_tail, read_json, run_file
-from .processes import boot_id, cache_folder, check_disk, end_processes, processes, unkillable
+from .processes import boot_id, cache_folder, check_disk, end_processes, namespace, processes, unkillable
 
 
 class Log:
@@ -171,7 +171,7 @@ def follow(command, cwd, env, token, log, reader, gpu, started):
                              stderr=subprocess.STDOUT, start_new_session=True, pass_fds=[gpu] if gpu >= 0 else [],
                              preexec_fn=die_with_parent)  # fmt: skip
     leader = next((p for p in processes() if p["pid"] == child.pid), None)
-    leader = {"pid": child.pid, "start": leader["start"], "boot": boot_id()} if leader else None
+    leader = {"pid": child.pid, "start": leader["start"], "boot": boot_id(), "namespace": namespace()} if leader else None
     with open(started, "w") as f:
         json.dump(leader, f)
     pipe = child.stdout.fileno()

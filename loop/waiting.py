@@ -34,7 +34,7 @@ def wait_for(seconds, numbers=None, first=False):
     until, pause, codes = time.monotonic() + seconds, 0.02, []
     if not last_number():
         raise Refusal("nothing has been run yet")
-    pending = list(numbers or sorted({*untold(), *(turn["number"] for turn in unfinished())}) or [last_number()])
+    pending = list(numbers or sorted({*untold(), *(turn["number"] for turn in unfinished()[0])}) or [last_number()])
     several = len(pending) > 1
     while pending:
         for number in list(pending):
