@@ -10,6 +10,7 @@ import sys
 
 from harness.common import files
 from harness.common.files import replace_file, sync_folder
+from harness.common.text import visible
 
 
 def main_checkout(here):
@@ -179,7 +180,8 @@ def log_tail(number, count):
     path = run_file(number, "run.log")
     with contextlib.suppress(OSError), open(path, "rb") as f:
         f.seek(max(0, os.path.getsize(path) - 20_000))
-        lines = [line.rstrip() for line in re.split(r"[\r\n]+", f.read().decode("utf-8", "replace")) if line.strip()]
+        text = visible(re.sub(r"[\r\n]+", "\n", f.read().decode("utf-8", "replace")))
+        lines = [line.rstrip() for line in text.split("\n") if line.strip()]
         return [line if len(line) <= 160 else line[:80] + " … " + line[-70:] for line in lines[-count:]] if count else []
     return []
 

@@ -9,6 +9,8 @@ import shutil
 import sys
 import time
 
+from harness.common.text import visible
+
 from .audit import audit, remember, row_in
 from .branch import best_commit, give_back, keep, merged, program_of
 from .files import (
@@ -127,6 +129,7 @@ def finish(turn, notes=()):
     if turn["on"] is None:
         remove_tree()
     lines, code = verdict_lines(turn, outcome, status, notes)
+    lines = [visible(" ".join(line.splitlines())) for line in lines]
     write_json(run_file(number, "verdict.json"), {"status": status, "code": code, "lines": lines, "next": following})
 
 

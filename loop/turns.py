@@ -5,6 +5,8 @@ import json
 import os
 import sys
 
+from harness.common.text import visible
+
 from .branch import best_commit, score_of
 from .files import (
     LEDGER,
@@ -92,6 +94,7 @@ def end_state(state, reason):
 def write_outcome(turn, outcome):
     copied = ("number", "tag", "kind", "description", "commit", "parent", "seed", "started")
     empty = dict(seconds={}, exit_code=None, signal=None, state=None, reason=None, summary=None, losses=[], device=None, versions={})
+    outcome = outcome | {"reason": visible(outcome["reason"]) if outcome["reason"] else None}
     write_json(run_file(turn["number"], "outcome.json"), {key: turn[key] for key in copied} | empty | outcome)
 
 

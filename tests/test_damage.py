@@ -16,6 +16,7 @@ import pytest
 from checkout import Checkout, Kill, wait_until
 from conftest import PROJECT
 
+from harness.common.text import visible
 from loop import files, processes
 
 
@@ -298,3 +299,28 @@ def test_a_supervisor_that_was_stopped_is_ended(series):
         os.kill(pid, signal.SIGSTOP)
     assert "STOPPED run 5" in series.call("stop", "--now", code=4, AUTORESEARCH_LIMITS="grace=1 kill=1")
     wait_until(lambda: not supervisors(series, 5))
+
+
+# ---- what others' text does to whoever reads it -----------------------------------------------------------------------------------
+
+COPY = "\x1b]52;c;cm0gLXJmIC8=\x07"  # what a terminal would put into the clipboard
+OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def test_visible():
+    assert visible(f"a{COPY}\x9b\u202e\tb\r\né…") == "a\\x1b]52;c;cm0gLXJmIC8=\\x07\\x9b\\u202e\tb\\r\né…"
+    assert visible(visible(COPY)) == visible(COPY) and not OBEYED.search(visible("".join(map(chr, range(0x2100)))))
+
+
+@pytest.mark.parametrize("how", ["FAIL: {}", "{}"])
+def test_control_sequences_do_not_get_out(series, how):
+    said = how.format(f"{COPY}\x9b2J\u202eevil")
+    series.edit(f"print({said!r}, flush=True); sys.exit(1)", VALUE=1.7)
+    outputs = [series.call("try", f"idea {COPY}\u202e", code=1), series.call("show"), series.call("wait", code=1)]
+    ledger = series.folder / "results.tsv"
+    ledger.write_text(ledger.read_text().replace("value 1.9\n", f"value {COPY}\u202e\n"))
+    outputs += [series.call("status"), series.call("status", "--json"), series.call("nothing\x1b\u202e", code=2)]
+    outputs += [(series.folder / f"runs/5/{name}").read_text() for name in ("verdict.json", "outcome.json", "supervisor.log")]
+    for output in outputs:
+        assert not OBEYED.search(output), output
+    assert "\\x1b]52;c;" in outputs[0] and "\\u202eevil" in outputs[0] and "value \\x1b]52" in outputs[3]

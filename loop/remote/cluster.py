@@ -18,6 +18,8 @@ import subprocess
 import time
 import urllib.parse
 
+from harness.common.text import visible
+
 from ..files import ENVIRONMENT, LIMITS, ROOT, Refusal, now_text, read_bytes, read_json, run_file, seconds_text, write_file, write_json
 from ..ledger import settings_of
 from ..processes import cache_folder
@@ -77,12 +79,12 @@ def ask(address, path, method="GET", timeout=20):
     except urllib.error.HTTPError as e:
         if e.code == 404:
             raise Unknown(path) from None
-        said = " ".join(e.read(300).decode("utf-8", "replace").split())
+        said = visible(" ".join(e.read(300).decode("utf-8", "replace").split()))
         if e.code in (401, 403):
             raise Denied(f"Ray at {address} wants its token ({said}): the same ~/.ray/auth_token on every machine", ENVIRONMENT) from None
         raise Unreachable(f"Ray at {address} answers {e.code}: {said}") from None
     except (OSError, ValueError, http.client.HTTPException) as e:
-        raise Unreachable(f"no Ray answers at {address} ({getattr(e, 'reason', e)})") from None
+        raise Unreachable(visible(f"no Ray answers at {address} ({getattr(e, 'reason', e)})")) from None
 
 
 def is_near(address):
@@ -228,7 +230,7 @@ def send(job):
     except subprocess.TimeoutExpired:
         raise Unreachable(f"Ray at {job['address']} took no job in 300 s") from None
     if done.returncode:
-        raise Unreachable((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300])
+        raise Unreachable(visible((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]))
 
 
 # ---------------------------------------------------------------------------
@@ -366,7 +368,7 @@ def watch(turn, expected, place, attempt, path):
                 return "waits", "no node was free, and Ray gave it up: it is sent again"
             if status == "STOPPED":
                 return "stopped", "it was stopped through Ray"
-            return "lost", " ".join((about.get("message") or "it ended without an answer").partition(":")[0].split())
+            return "lost", visible(" ".join((about.get("message") or "it ended without an answer").partition(":")[0].split()))
         if status == "RUNNING":
             running = running or now
             if now - running > limit:
