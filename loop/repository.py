@@ -22,7 +22,7 @@ DURABLE = (
 
 DISK = re.compile(
     "No space left|quota exceeded|Out of diskspace|Read-only file system|Input/output error|write error|insufficient permission|"
-    "(unable|failed|could not|cannot) (to )?(write|append|flush|fsync|close)|Permission denied"
+    "(unable|failed|could not|couldn't|cannot) (to )?(write|append|flush|fsync|close)|Permission denied"
 )  # in git's words
 FILTERING = ("status", "cat-file", "worktree", "diff", "hash-object", "update-index", "archive")
 SAFE = ("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false")  # a run may have written into .git/config what git would execute

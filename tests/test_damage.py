@@ -301,6 +301,23 @@ def test_a_supervisor_that_was_stopped_is_ended(series):
     wait_until(lambda: not supervisors(series, 5))
 
 
+@pytest.mark.parametrize(
+    "words", ["couldn't write '.git/refs/heads/x.lock'", "Unable to create '.git/refs/heads/x.lock': Read-only file system"]
+)
+def test_a_disk_that_fills_after_the_row_is_the_machines(series, words):
+    """Git's words are those of a full and of a read-only file system; a stub says them where the branch would move."""
+    real, stub = shutil.which("git"), series.folder.parent / "bin/git"
+    stub.parent.mkdir()
+    fails = f'case "$*" in *"update-ref -m"*|*"update-ref refs/heads"*) echo "fatal: cannot lock ref: {words}" >&2; exit 128;; esac'
+    stub.write_text(f'#!/bin/sh\n{fails}\nexec {real} "$@"\n')
+    stub.chmod(0o755)
+    series.edit(VALUE=1.7)
+    said = series.call("try", "x", code=3, PATH=f"{stub.parent}:{os.environ['PATH']}")
+    assert f"can't move the branch autoresearch/nov29 to {series.rows[-1][0]}" in said and words in said and said.count("\n") == 1
+    assert series.rows[-1][1:] == ["1.700000", "0.5", "keep", "x"] and series.best_value() == 1.8
+    assert series.call("wait").startswith("keep run 5") and series.best_value() == 1.7 and len(series.rows) == 5 and series.is_clean()
+
+
 # ---- what others' text does to whoever reads it -----------------------------------------------------------------------------------
 
 COPY = "\x1b]52;c;cm0gLXJmIC8=\x07"  # what a terminal would put into the clipboard
