@@ -5,7 +5,7 @@ import os
 
 from harness.common.files import sha256
 
-from .files import HEADER, LEDGER, RUNS, Refusal, numbers, read_bytes, read_json, read_outcome, read_turn, run_file, write_file
+from .files import HEADER, LEDGER, RUNS, Refusal, numbers, read_bytes, read_outcome, read_turn, read_verdict, write_file
 from .ledger import key_of, parse_row
 from .repository import current_tag
 from .verdict import row_text
@@ -52,7 +52,7 @@ def digest_of(content, tag):
 def recorded():
     """(turn, its row as it was written) of each run that has one, in the order of their numbers. What is damaged is left out."""
     for number in numbers():
-        status = (read_json(run_file(number, "verdict.json")) or {}).get("status")
+        status = (read_verdict(number) or {}).get("status")
         turn, outcome = read_turn(number), read_outcome(number)
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):  # somebody has edited what it is made of
             if status and turn and parse_row(text := row_text(turn, outcome, status)):

@@ -23,8 +23,9 @@ from .files import (
     log_tail,
     now_text,
     read_bytes,
-    read_json,
+    read_outcome,
     read_turn,
+    read_verdict,
     run_file,
     stop_requested,
     tried,
@@ -72,7 +73,7 @@ def command_begin(arguments):
         if exists and tags and tags[-1] == tag:
             if any(row["status"] == "keep" for row in read_rows()):
                 raise Refusal(f"{branch_of(tag)} has begun: go on with try, or begin another tag")
-        elif exists and any((read_json(run_file(t["number"], "verdict.json")) or {}).get("status") for t in Series(tag).tried):
+        elif exists and any((read_verdict(t["number"]) or {}).get("status") for t in Series(tag).tried):
             raise Refusal(f"{branch_of(tag)} has begun, and results.tsv is another series': move it away, and `status` makes it again")
         else:
             aside = set_ledger_aside(next(filter(None, reversed(tags)), "earlier"))
@@ -246,7 +247,7 @@ def command_show(arguments):
     turn = read_turn(number)
     if turn is None:
         raise Refusal(f"there is no run {number}: runs go from 1 to {last_number()}" if last_number() else "nothing has been run yet")
-    outcome, said = read_json(run_file(number, "outcome.json")) or {}, read_json(run_file(number, "verdict.json"))
+    outcome, said = read_outcome(number), read_verdict(number)
     print("\n".join(said["lines"] if said else [f"run {number} is running ({progress_of(number)}): {turn['description']}"]))
     node = f", {cluster.where(number)}" if outcome.get("node") else ""
     print(f"{turn['kind']}, commit {turn['commit'][:10]} on {turn['parent'][:10]}, seed {turn['seed']}, started {turn['started']}{node}")

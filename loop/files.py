@@ -119,6 +119,14 @@ def read_turn(number):
     return OPTIONS | turn if whole and numeric and paths else None
 
 
+def read_verdict(number):
+    """verdict.json of a run; None without one that is as it was written."""
+    said = read_json(run_file(number, "verdict.json")) or {}
+    lines, following = said.get("lines"), said.get("next")
+    whole = isinstance(lines, list) and all(isinstance(line, str) for line in lines) and isinstance(following, (int, type(None)))
+    return said if whole and isinstance(said.get("code"), int) and isinstance(said.get("status"), (str, type(None))) else None
+
+
 def read_end(number):
     """The outcome of a run, by which it can be judged; None while there is none that is whole."""
     outcome = read_outcome(number)
@@ -148,8 +156,16 @@ def tried():
         for line in f:
             with contextlib.suppress(ValueError):  # a line that was cut short
                 lines.append(json.loads(line))
-        keys = {"number", "tag", "kind", "commit", "seed", "digest", "changed"}
-        return [line for line in lines if isinstance(line, dict) and keys <= line.keys()]
+        kinds = {
+            "number": int,
+            "tag": str,
+            "kind": str,
+            "commit": str,
+            "seed": int,
+            "digest": (str, type(None)),
+            "changed": (list, type(None)),
+        }
+        return [line for line in lines if isinstance(line, dict) and all(isinstance(line.get(key, ...), kinds[key]) for key in kinds)]
     return []
 
 

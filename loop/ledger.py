@@ -82,8 +82,11 @@ def noise_floor(rows):
 
 
 def settings_of(tag):
-    """What a series was begun with: seed, environment, cores; {} where that is gone."""
-    return read_json(os.path.join(RUNS, f"{tag}.json")) or {}
+    """What a series was begun with: seed, environment, cores; {} where that is gone, or not as it was written."""
+    settings = read_json(os.path.join(RUNS, f"{tag}.json")) or {}
+    given = settings.get("environment", {})
+    whole = isinstance(given, dict) and all(isinstance(value, str) for value in given.values())
+    return settings if whole and all(isinstance(settings.get(key, 1), int) for key in ("seed", "cores")) else {}
 
 
 class Series:

@@ -91,7 +91,7 @@ def supervise(number, alive, gpu):
     with state_lock():
         try:
             recover(ending=number, notes=notes)
-        except Refusal as e:
+        except (Refusal, OSError) as e:
             print(f"{now_text()} {e}", flush=True)  # whoever waits is told the same
         goes_on = turn["remaining"] and state == "valid" and not stop_requested()
         if goes_on and (last_local() or turn)["number"] == number and current_tag() == turn["tag"]:

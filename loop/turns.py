@@ -17,8 +17,8 @@ from .files import (
     last_number,
     now_text,
     numbers,
-    read_json,
     read_turn,
+    read_verdict,
     run_file,
     sync_folder,
     write_file,
@@ -69,8 +69,9 @@ def unfinished():
     last = last_number()
     turns, damaged = [], []
     for number in numbers():
-        path = run_file(number, "verdict.json")
-        if os.path.exists(path) and (number != last or read_json(path)):  # one that is damaged is made again
+        if os.path.exists(run_file(number, "verdict.json")) and (
+            number != last or read_verdict(number)
+        ):  # one that is damaged is made again
             continue
         turn = read_turn(number)
         if turn is None:

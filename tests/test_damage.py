@@ -255,6 +255,27 @@ def test_a_damaged_outcome_is_no_outcome(series, tmp_path, changes):
     assert "STOPPED run 5: it" in series.call("wait", code=4)
 
 
+@pytest.mark.parametrize(
+    "name", ["turn.json", "outcome.json", "verdict.json", "process.json", "cluster.json", "../nov29.json", "../tried.jsonl"]
+)
+def test_files_of_odd_shapes_end_in_no_traceback(series, name):
+    path = series.folder / "runs/4" / name
+    content = files.read_json(path) or {"address": "x", "attempts": [], "passed_over": {}}
+    right = path.read_bytes() if path.exists() else None
+    for text in (
+        "",
+        "{}",
+        *(json.dumps(dict.fromkeys([*content, "number", "commit"], value)) + "\n" for value in (3, "x", [{}], {"a": []})),
+    ):
+        path.write_text(text)
+        for command in (["status"], ["stop"], ["show"], ["wait"]):
+            output = series.call(*command, code=None)
+            assert "Traceback" not in output, (text, command, output)
+    path.unlink() if right is None else path.write_bytes(right)
+    series.call("stop", "--undo")
+    assert "best: 1.800000" in series.call("status")
+
+
 def test_innocent_processes_survive_a_process_json_that_names_them(series, tmp_path):
     kill = Kill(tmp_path, "supervisor:follow:call")
     innocent = [subprocess.Popen(["sleep", "60"], start_new_session=True)]

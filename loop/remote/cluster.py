@@ -245,7 +245,7 @@ def run(turn, expected):
     another device) is passed over, which does not count. Where this process is killed, the next one goes on with the job that was sent.
     """
     path = run_file(turn["number"], "cluster.json")
-    place = read_json(path) or {"address": turn["on"], "attempts": [], "passed_over": {}}
+    place = place_of(turn["number"]) or {"address": turn["on"], "attempts": [], "passed_over": {}}
     begun, silent = time.monotonic(), None  # silent: since when nothing has been heard
     while True:
         attempts = place["attempts"]
@@ -453,9 +453,17 @@ def lines(about):
     ]
 
 
+def place_of(number):
+    """cluster.json of a run; None without one that is as it was written."""
+    place = read_json(run_file(number, "cluster.json")) or {}
+    attempts, passed = place.get("attempts"), place.get("passed_over")
+    whole = isinstance(attempts, list) and all(isinstance(a, dict) and isinstance(a.get("id"), str) for a in attempts)
+    return place if whole and isinstance(passed, dict) and isinstance(place.get("address"), str) else None
+
+
 def where(number):
     """Where a run in a cluster is, in words."""
-    attempts = (read_json(run_file(number, "cluster.json")) or {}).get("attempts")
+    attempts = (place_of(number) or {}).get("attempts")
     if not attempts or attempts[-1].get("status") in (None, "PENDING"):
         return "queued"
     return f"on {attempts[-1].get('node')}" + (f", attempt {len(attempts)}" if len(attempts) > 1 else "")
