@@ -42,7 +42,9 @@ def audit(tag=None):
 
 def remember():
     """That the ledger as it is now agrees with its runs."""
-    write_file(SEEN, digest_of(read_bytes(LEDGER) or b"", current_tag()))
+    digest = digest_of(read_bytes(LEDGER) or b"", current_tag())
+    if read_bytes(SEEN) != digest:
+        write_file(SEEN, digest)
 
 
 def digest_of(content, tag):
