@@ -259,7 +259,7 @@ main() {
     prepare_data
     [[ ${1:-} != --setup ]] || exit 0
     stay_awake
-    exec "$PYTHON" train.py "$@"
+    exec "$PYTHON" -m harness.launch "$@"
 }
 
 if [[ ${BASH_SOURCE[0]} == "$0" ]]; then main "$@"; fi

@@ -199,7 +199,7 @@ def measure(variant, tokens, micro_batch, loader, steps, cache):
 def evaluation_speed(loss_of, model, batch, device, recorded):
     model.eval()
     with torch.no_grad(), machine.autocast(device):
-        losses = cuda_graph.recorded_losses(loss_of) if recorded else loss_of
+        losses = cuda_graph.recorded_calls(loss_of) if recorded else loss_of
         for _ in range(3):
             losses(*batch, reduction="none")
         times = []

@@ -1,5 +1,7 @@
 """The saved model: written whole or not at all, read as data."""
 
+import os
+
 import torch
 
 from harness.common.files import replace_file, sha256
@@ -15,8 +17,13 @@ def file_digest(path):
 def save(path, content):
     """torch.save, whole or not at all; on the disk when this returns True, so that no crash after it costs the training."""
     try:
-        with replace_file(path, "wb") as f:
-            torch.save(content, f)
+        if os.environ.get("AUTORESEARCH_EXAMINER"):  # this process opens no file there, but was given one
+            from harness import examiner
+
+            path = examiner.save(content)
+        else:
+            with replace_file(path, "wb") as f:
+                torch.save(content, f)
         print(f"Saved until it is evaluated: {path}")
         return True
     except (OSError, RuntimeError) as e:  # a full disk: it was only a safety net, and the evaluation goes on

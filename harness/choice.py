@@ -160,7 +160,7 @@ def _findings(what, cases, sizes, candidates, device, stops=True):
     anew then, lest it stop every later one. The file holds JSON alone; what can't be such a result is made anew. So is what need not hold
     tomorrow: that there was no memory for a candidate, or none of what it needs, which is not kept.
     """
-    path = os.path.join(chosen.CACHE_DIR, "backends.json")
+    path = os.path.join(chosen.CACHE_DIR, "compiled", "backends.json")
     here = _here(device)
     keys = [json.dumps([*here, what, case, *sizes, *candidates]) for case in cases]
     known, found = {}, []

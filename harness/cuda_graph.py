@@ -51,19 +51,20 @@ def record(function, *inputs):
         return None
 
 
-def recorded_losses(model):
-    """`model` for evaluate_bpb, its forward pass recorded after the first batch."""
-    recorded = []
+def recorded_calls(model):
+    """`model` for the evaluation: its forward pass, of tokens alone and of tokens with targets, each recorded after its first batch."""
+    recorded = {}
 
-    def losses(x, y, reduction):
-        if not recorded:
-            first = model(x, y, reduction=reduction)  # compiles and tunes
-            recorded.append(record(lambda x, y: model(x, y, reduction=reduction), x, y))
+    def call(*tensors, **how):
+        if len(tensors) not in recorded:
+            first = model(*tensors, **how)  # compiles and tunes
+            recorded[len(tensors)] = record(lambda *tensors: model(*tensors, **how), *tensors)
             return first
-        return recorded[0](x, y) if recorded[0] else model(x, y, reduction=reduction)
+        replay = recorded[len(tensors)]
+        return replay(*tensors) if replay else model(*tensors, **how)
 
-    losses._orig_mod = model  # as torch.compile names it: what checks of the model itself look at
-    return losses
+    call._orig_mod = model  # as torch.compile names it: what checks of the model itself look at
+    return call
 
 
 def wait_for(value):

@@ -11,6 +11,7 @@ import inspect
 import math
 import os
 import platform
+import statistics
 import sys
 import time
 from dataclasses import asdict
@@ -27,6 +28,7 @@ from harness.data.tokenizer import Tokenizer
 from harness.ending import fail
 
 EARLY_CHECK = 50  # the step before which a recorded graph is compared with Python for the first time
+FREE, TIMED = range(5, WARMUP_STEPS), range(WARMUP_STEPS, WARMUP_STEPS + 20)  # steps whose times are compared: all should do the same
 STEADY_STEPS = 3  # after so many nothing may be compiled again: what changed then will change each step
 
 
@@ -168,6 +170,18 @@ class Micro:
                 )
 
 
+def check_free_steps(took):
+    """End the run where the steps that are not timed do more than the timed ones do. took: the seconds of the steps so far."""
+    if len(took) <= TIMED[-1]:
+        return
+    free, timed = (statistics.median(took[step] for step in steps) for steps in (FREE, TIMED))
+    if free > 3 * timed + 0.5:
+        fail(
+            f"invalid: a step before the clock starts takes {1000 * free:.0f} ms, a timed one {1000 * timed:.0f}: the first {WARMUP_STEPS}"
+            " are free because they compile, and must do the same work"
+        )
+
+
 class steady:
     """Within, nothing may be compiled again; a run in which something would be ends, with the line of it."""
 
@@ -196,6 +210,7 @@ def train(model, optimizer, schedule, loader, device, total_batch_size, device_b
     progress_line = Progress()
     smooth_loss = seconds = 0.0
     step = tokens = 0
+    took = []
     x, y, epoch = next(loader)
     while seconds < TIME_BUDGET:
         start = time.perf_counter()
@@ -218,6 +233,9 @@ def train(model, optimizer, schedule, loader, device, total_batch_size, device_b
         elapsed = time.perf_counter() - start
         if step >= WARMUP_STEPS:
             seconds += elapsed
+        if step <= TIMED[-1]:
+            took.append(elapsed)
+            check_free_steps(took)
         smooth_loss = 0.9 * smooth_loss + 0.1 * loss
         mfu = f"{100 * flops_per_token * total_batch_size / elapsed / peak:.1f}%" if peak else "n/a"
         debiased_loss = smooth_loss / (1 - 0.9 ** (step + 1))
@@ -273,6 +291,7 @@ def _main(model_class, model_config, make_optimizer, schedule, total_batch_size,
 
     program = os.path.abspath(inspect.getfile(model_config))
     here = os.path.dirname(program)
+    examined = bool(os.environ.get("AUTORESEARCH_EXAMINER"))  # by the process that has started this one, which keeps the model too
     started, source = time.time(), checkpoint.file_digest(program)
     seed = seed_everything()
     torch.set_float32_matmul_precision("high")
@@ -306,7 +325,8 @@ def _main(model_class, model_config, make_optimizer, schedule, total_batch_size,
         optimizer = make_optimizer(model)
         _check(optimizer, model)
         loader = make_dataloader(tokenizer, device_batch_size, MAX_SEQ_LEN, "train")
-        if os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK):
+        writable = os.environ.get("AUTORESEARCH_MODEL") if examined else os.access(os.path.dirname(path), os.W_OK)
+        if os.path.isdir(path) or not writable:
             fail(
                 f"{path} can't be written, where the trained model is kept until it is evaluated: make room for it", ending.EXIT_ENVIRONMENT
             )
@@ -342,8 +362,7 @@ def _main(model_class, model_config, make_optimizer, schedule, total_batch_size,
     model.eval()
     records = device.type == "cuda" and not torch.version.hip
     with machine.autocast(device):
-        losses = cuda_graph.recorded_losses(model) if records else model
-        val_bpb = metric.evaluate_bpb(losses, tokenizer, result["device_batch_size"])
+        val_bpb = metric.evaluate_bpb(cuda_graph.recorded_calls(model) if records else model, tokenizer, result["device_batch_size"])
     ended = time.time()
     summary = {"val_bpb": f"{val_bpb:.6f}", "training_seconds": result["training_seconds"], "total_seconds": f"{ended - started:.1f}"}
     summary["peak_vram_mb"] = f"{max(result['peak_vram_mb'], machine.peak_memory(device)):.1f}"
@@ -367,7 +386,7 @@ def _main(model_class, model_config, make_optimizer, schedule, total_batch_size,
     print("---")
     for key, value in summary.items():
         print(f"{key + ':':<17} {value}")
-    if not args.evaluate and saved:
+    if not args.evaluate and saved and not examined:
         try:
             os.replace(path, os.path.join(here, "model.pt")) if args.keep else os.remove(path)
         except OSError as e:

@@ -39,6 +39,14 @@ def _attend(q, k, v, window=None, scale=None, bounded=False):
     return attention.flash_attention_ref(q, k, v, window=window, scale=scale)
 
 
+_torchs_rms_norm = F.rms_norm
+
+
+def _rms_norm(input, normalized_shape, weight=None, eps=None):
+    """torch's, but in float64 with the eps that it takes in float32, so that both compute the same."""
+    return _torchs_rms_norm(input, normalized_shape, weight, torch.finfo(torch.float32).eps if eps is None else eps)
+
+
 def _flash(q, k, v, *rest, window_size_left=None, **more):
     return (attention.flash_attention_ref(q, k, v, window=window_size_left),)
 
@@ -47,6 +55,8 @@ REFERENCES |= {
     attention.flash_attention: _attend,
     # torch's attention too: some of its kernels shorten float32 products, and on AMD one is reported to spoil what follows another.
     F.scaled_dot_product_attention: sdpa.sdpa_ref,
+    F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
     torch.ops.aten._flash_attention_forward.default: _flash,
 }
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -114,10 +124,12 @@ def _exact(device):
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.autocast(device.type, enabled=False), torch.enable_grad():
         torch.set_float32_matmul_precision("highest")
+        F.rms_norm = _rms_norm  # which the definitions call
         try:
             yield
         finally:
             torch.set_float32_matmul_precision(precision)
+            F.rms_norm = _torchs_rms_norm
 
 
 def _run(gm, graph, inputs):

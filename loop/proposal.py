@@ -90,6 +90,87 @@ def fixed_names(tree):
     return {a.asname or a.name: f"{node.module}.{a.name}" for node in imports for a in node.names}
 
 
+# What no model needs, and with which a program changes others than itself, by the name of an attribute or a function.
+REACHING = {"__globals__", "__code__", "__wrapped__", "__closure__", "__builtins__", "__subclasses__", "_getframe", "currentframe",
+            "f_back", "f_globals", "f_locals", "gi_frame", "get_objects", "get_referrers", "__setattr__"}  # fmt: skip
+BY_TEXT = {"exec", "eval", "compile"}
+OF_OTHERS = {"ctypes", "builtins", "inspect"}  # modules that are for nothing else
+SWITCHES = ("torch.backends.", "torch._dynamo.config.", "torch._inductor.config.", "os.environ[")  # what torch has to be set
+DATA = {"make_dataloader", "packed_rows", "open_shard", "opened_shard", "evaluate_bpb", "check_model"}
+FIXED_RULE = "data, metric, time budget and seed are fixed"
+ADVICE = {
+    "stores into ": "a program may change itself alone: write a function of your own and call it",
+    "reaches ": "a program may change itself alone: write a function of your own and call it",
+    "imports by name": "write an import statement, so that what is tried can be read",
+    "runs code from text": "write the code itself, so that what is tried can be read",
+    "asks for the validation text": "a model is trained on the training text, which run() hands it",
+    "reads the data by ": "run() hands the model its batches, and times them: change the model, the optimizer or the schedule",
+}
+
+
+def _root(node):
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return node
+
+
+def imported_modules(tree):
+    """Name → module for the modules, and what is taken out of modules, that a program imports; its own files aside."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    return {name: module for name, module in found.items() if not is_fixed(module)}
+
+
+def of_a_module(function, tree):
+    """Whether what is called is a module's own function, or taken out of one, and no object's."""
+    root = _root(function)
+    return isinstance(root, ast.Name) and root.id in imported_modules(tree)
+
+
+def reaching(tree):
+    """[(what, line)]: where train.py reaches for what is not its own: other modules, frames and code, the validation text."""
+    modules, found = imported_modules(tree), []
+
+    def stored(target, line):
+        root, text = _root(target), ast.unparse(target)
+        if isinstance(root, ast.Name) and root.id in modules:
+            path = modules[root.id] + text[len(root.id) :]
+            if not path.startswith(SWITCHES):
+                found.append((f"stores into {path}", line))
+        elif isinstance(root, ast.Call) and getattr(root.func, "id", "") in ("globals", "vars", "locals"):
+            found.append((f"stores into {text}", line))
+
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
+            stored(node, line)
+        if isinstance(node, ast.Attribute) and node.attr in REACHING:
+            found.append((f"reaches {node.attr}", line))
+        elif isinstance(node, ast.Name) and node.id in ("__builtins__", *OF_OTHERS & set(modules)):
+            found.append((f"reaches {node.id}", line))
+        elif isinstance(node, ast.Call):
+            named = node.func.id if isinstance(node.func, ast.Name) else ""
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else named
+            values = [*node.args, *(keyword.value for keyword in node.keywords)]
+            if called in ("__import__", "import_module"):
+                found.append(("imports by name", line))
+            elif named in BY_TEXT - set(modules):
+                found.append(("runs code from text", line))
+            elif named in ("setattr", "delattr") and node.args and isinstance(_root(node.args[0]), (ast.Name, ast.Call)):
+                root = _root(node.args[0])
+                if isinstance(root, ast.Call) or root.id in modules:
+                    found.append((f"stores into {ast.unparse(node.args[0])}", line))
+            if any(isinstance(value, ast.Constant) and value.value == "val" for value in values):
+                found.append(("asks for the validation text", line))
+            if called in DATA:
+                found.append((f"reads the data by {called}", line))
+    return found
+
+
 def meddling(tree, base=None):
     """[(what, line)]: where train.py changes what is fixed: the modules beside it, what it or `base` imports from them, the seed."""
     modules, names, found = {}, (fixed_names(base) if base else {}) | fixed_names(tree), []
@@ -119,15 +200,13 @@ def meddling(tree, base=None):
             found.append((f"hides {names[node.arg]}", line))
         elif isinstance(node, ast.Call):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if called in ("manual_seed", "manual_seed_all"):
+            if called in ("manual_seed", "manual_seed_all") and of_a_module(node.func, tree):  # a torch.Generator of one's own has its own
                 found.append(("sets a seed", line))
-            elif called in ("__import__", "import_module"):
-                found.append(("imports by name", line))
         elif isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.modules":
             found.append(("uses sys.modules", line))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch("AUTORESEARCH_[A-Z_]+", node.value):
             found.append((f"uses {node.value}", line))
-    return found
+    return found + reaching(tree)
 
 
 def check_program(tree, base, tip):
@@ -136,7 +215,8 @@ def check_program(tree, base, tip):
     for what, line in meddling(tree, base):
         allowed[what] -= 1
         if allowed[what] < 0:
-            raise Refusal(f"train.py, line {line}, {what}: data, metric, time budget and seed are fixed")
+            advice = next((advice for start, advice in ADVICE.items() if what.startswith(start)), FIXED_RULE)
+            raise Refusal(f"train.py, line {line}, {what}: {advice}")
     imported = {a.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
     imported |= {node.module.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
     for name in sorted(imported):

@@ -51,6 +51,7 @@ class Reader:
         self.first_step = self.evaluation = self.ending = None  # when these began
         self.losses, self.summaries, self.evaluated, self.fault = [], [], [], None
         self.untimed = -1  # the last step that was not timed
+        self.timed = []  # (when the line came, progress that it names) of the first and the last timed step
         self.open, self.rest, self.worse = None, b"", 0
 
     def feed(self, chunk):
@@ -79,6 +80,8 @@ class Reader:
             if "warming up" in text:
                 self.untimed = int(match[1])
             progress, loss = float(match[2]) / 100, as_number(match[3])
+            if "warming up" not in text:
+                self.timed[1:] = [(now, progress)]
             if isinstance(loss, str):
                 self.fail(f"the loss is {loss} at step {int(match[1])}")
             else:
@@ -259,6 +262,13 @@ def judge(turn, reader, code, why, expected):
     for key, want in {"seed": turn["seed"], "eval_tokens": expected.get("eval_tokens")}.items():
         if want is not None and summary.get(key) != want:
             return "crash", f"invalid: {key} is {summary.get(key)} and must be {want}"
+    if expected.get("examined"):
+        answer = read_json(run_file(turn["number"], "answer.json")) or {}
+        told = answer.get("val_bpb")
+        if not isinstance(told, float) or float(f"{told:.6f}") != value:
+            return "crash", f"invalid: the summary says {value}, and who examined the model {told}"
+        if answer.get("fingerprint") != summary.get("fingerprint"):
+            return "crash", f"invalid: the summary says fingerprint {summary.get('fingerprint')}, and it is {answer.get('fingerprint')}"
     if expected.get("eval_tokens") not in (None, reader.evaluated[0][0]):
         return "crash", f"invalid: {reader.evaluated[0][0]} tokens were evaluated and not {expected['eval_tokens']}"
     for key, means in {"fingerprint": "the data has changed", "device": "their numbers don't compare"}.items():
@@ -272,6 +282,11 @@ def judge(turn, reader, code, why, expected):
         step = took / max(1, steps - (expected["untimed"] or 0))
         if took > expected["budget"] + max(2 * step, 0.05 * expected["budget"]) + 2:
             return "crash", f"invalid: it trained for {took} s, and the time budget is {expected['budget']} s"
+    if len(reader.timed) == 2:  # by our clock: the run's own may be anybody's
+        (began, first), (ended, last) = reader.timed
+        counted = (last - first) * expected["budget"]
+        if ended - began > 1.1 * counted + 10:
+            return "crash", f"invalid: {ended - began:.0f} s passed while it counted {counted:.0f} s of training"
     return "valid", None
 
 
@@ -312,8 +327,10 @@ def measure(turn, tree, environment, expected, log, gpu):
     facts = dataset_facts(environment)
     budget = as_number(str(environment.get("AUTORESEARCH_TIME_BUDGET") or facts.get("time_budget")))
     budget = 600 if isinstance(budget, str) else budget
-    expected = expected | {"eval_tokens": facts.get("eval_tokens"), "untimed": WARMUP_STEPS, "budget": budget}
+    examined = os.path.exists(os.path.join(tree, "harness", "launch.py"))
+    expected = expected | {"eval_tokens": facts.get("eval_tokens"), "untimed": WARMUP_STEPS, "budget": budget, "examined": examined}
     environment = environment | {"AUTORESEARCH_SEED": str(turn["seed"]), "PYTHONUNBUFFERED": "1"}
+    environment["AUTORESEARCH_ANSWER"] = run_file(number, "answer.json")
     reader = Reader(budget + LIMITS["training"], expected["losses"])
     ours = sum(os.times()[:4])
     busy, had = cpu_times()

@@ -1,9 +1,10 @@
-"""A benchmark that tries SDPA's backends, on the CPU, where some of them do what bad drivers do: `standin_probe.py probe sdpa`.
+"""A program that tries SDPA's backends, on the CPU, where some of them do what bad drivers do: `standin_probe.py doctor.probe sdpa`.
 
-Tests, and the doctor in a test, start this program in the benchmark's place.
+Tests, and the doctor in a test, start this one in its place.
 """
 
 import contextlib
+import importlib
 import signal
 import sys
 from pathlib import Path
@@ -35,7 +36,7 @@ def scaled_dot_product_attention(*args, **kwargs):
 
 def main():
     name = sys.argv.pop(1)
-    program = __import__(name)
+    program = importlib.import_module(name)
     program.PROGRAM = [sys.executable, __file__, name, "--child"]
     program.HANG_SECONDS = 3
     program.find_device = lambda: "cpu"

@@ -36,7 +36,8 @@ def memory(monkeypatch, tmp_path):
     """A cache of its own, for a device of that name."""
     monkeypatch.setattr(backends, "_here", lambda device: ["a device"])
     monkeypatch.setattr(chosen, "CACHE_DIR", str(tmp_path))
-    return tmp_path / "backends.json"
+    (tmp_path / "compiled").mkdir()
+    return tmp_path / "compiled" / "backends.json"
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def answers(monkeypatch, memory):
 
 
 def known():
-    return json.loads(Path(chosen.CACHE_DIR, "backends.json").read_text())
+    return json.loads(Path(chosen.CACHE_DIR, "compiled", "backends.json").read_text())
 
 
 def choose(*candidates, windows=(WINDOW, 64)):
@@ -195,7 +196,7 @@ def test_two_that_are_right_alone_must_be_right_in_one_process(in_processes, mon
         monkeypatch.setitem(backends.ATTENTION, name, backends.sdpa)
     keys = [json.dumps(["a device", "attention", window, *SHAPE, *pair]) for window in (WINDOW, 64)]
     found = [dict(zip(pair, times)) for times in ((1.0, 1.5), (4.0, 2.0))]
-    Path(chosen.CACHE_DIR, "backends.json").write_text(json.dumps(dict(zip(keys, found))))
+    Path(chosen.CACHE_DIR, "compiled", "backends.json").write_text(json.dumps(dict(zip(keys, found))))
     for _ in range(2):  # the second time nothing is tried, and the same is chosen
         assert choose(*pair)[1] == f"after aotriton fails up to {WINDOW}, after aotriton fails up to 64"
         printed = capsys.readouterr().out
@@ -272,13 +273,13 @@ def test_what_is_remembered_starts_no_process(memory, monkeypatch):
 
 @pytest.mark.parametrize("content", ["", "[1, 2]", '{"half a', "\x00"])
 def test_a_damaged_memory_is_made_anew(answers, content):
-    Path(chosen.CACHE_DIR, "backends.json").write_text(content)
+    Path(chosen.CACHE_DIR, "compiled", "backends.json").write_text(content)
     assert choose()[1] == f"kernels up to {WINDOW}, kernels up to 64"
     assert len(known()) == 2
 
 
 def test_a_folder_in_the_memory_s_place_stops_no_run(answers, capsys):
-    Path(chosen.CACHE_DIR, "backends.json").mkdir()
+    Path(chosen.CACHE_DIR, "compiled", "backends.json").mkdir()
     assert choose()[1] == f"kernels up to {WINDOW}, kernels up to 64"
     assert "WARNING: what was measured can't be kept ([Errno 21] Is a directory: " in capsys.readouterr().out
 
@@ -290,7 +291,7 @@ def test_a_folder_in_the_memory_s_place_stops_no_run(answers, capsys):
 )
 def test_an_entry_that_cannot_be_one_is_made_anew(answers, entry):
     choose("sdpa", windows=(WINDOW,))
-    Path(chosen.CACHE_DIR, "backends.json").write_text(json.dumps(dict.fromkeys(known(), entry)))
+    Path(chosen.CACHE_DIR, "compiled", "backends.json").write_text(json.dumps(dict.fromkeys(known(), entry)))
     assert choose("sdpa", windows=(WINDOW,))[1] == f"sdpa up to {WINDOW}"
     assert list(known().values()) == [{"sdpa": 4.0}]
 

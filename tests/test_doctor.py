@@ -8,6 +8,7 @@ import faulthandler
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -19,10 +20,12 @@ import pytest
 
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))
-import doctor  # noqa: E402
-from doctor import CHECKS, GIB, Machine  # noqa: E402
-
-probe = doctor.load_probe()
+from doctor import canary, diagnosis, probe, screen  # noqa: E402
+from doctor.check import Check, Row, examine, guarded  # noqa: E402
+from doctor.checks import CHECKS  # noqa: E402
+from doctor.host_checks import STAY_AWAKE  # noqa: E402
+from doctor.machine import Machine, run_command  # noqa: E402
+from doctor.words import GIB  # noqa: E402
 
 GPU_8060S = {"name": "AMD Radeon Graphics", "gcnArchName": "gfx1151", "total_memory": 62 * GIB, "is_integrated": 1}
 GPU_H200 = {"name": "NVIDIA H200", "total_memory": 140 * GIB, "is_integrated": 0}
@@ -55,6 +58,7 @@ def machine_of(root, hardware, torch):
         run=commands(systemd_inhibit=(0, "", ""), journalctl=(0, "amdgpu: initialized\n", "")),
         free=lambda path: 500 * GIB,
         include=str(Path(root) / "include"),
+        landlock=lambda: 7,
         torch=torch,
     )
     write(machine, "include/Python.h")
@@ -326,12 +330,13 @@ FAULTS = [
     ("several_gpus", strix_halo, second_gpu(120001), "warn", "2 GPUs: gfx1151, gfx1201", "HIP_VISIBLE_DEVICES=0 .for gfx1151"),
     ("several_gpus", radeon, second_gpu(100306, 0, simd_count=4), "warn", "gfx1036, gfx1100", "HIP_VISIBLE_DEVICES=1 .for gfx1100"),
     ("several_gpus", h200, content("dev/nvidia1", ""), "warn", "2 GPUs", "CUDA_VISIBLE_DEVICES=0"),
+    ("landlock", strix_halo, lambda m: setattr(m, "landlock", lambda: 0), "note", "this kernel has none", "docs/honest.md"),
     ("wsl", cpu, content("proc/sys/kernel/osrelease", "6.6.87.2-microsoft-standard-WSL2"), "warn", "Windows", "boot Linux"),
 ]  # fmt: skip
 
 
 def row_of(name, machine):
-    return doctor.examine(next(check for check in CHECKS if check.name == name), machine)
+    return examine(next(check for check in CHECKS if check.name == name), machine)
 
 
 @pytest.mark.parametrize("name, make, break_it, level, seen, mend", FAULTS, ids=[f"{f[0]}-{i}" for i, f in enumerate(FAULTS)])
@@ -361,11 +366,11 @@ def test_every_check_fires_somewhere():
 def test_healthy_machine_has_no_fault(tmp_path, make, silent):
     """And each check says what it saw, but those that have nothing to look at there."""
     machine = make(tmp_path)
-    rows = doctor.diagnose(machine)
+    rows = diagnosis.diagnose(machine)
     assert [row for row in rows if row.level != "fine"] == []
     here = {check.name for check in CHECKS if machine.hardware in check.where.split()}
     assert {row.check for row in rows} == here - silent
-    assert "All is well." in doctor.screen(machine, rows)
+    assert "All is well." in screen.screen(machine, rows)
 
 
 def test_kernels_that_have_the_fix(tmp_path):
@@ -443,28 +448,27 @@ def sleeps(machine):
 
 @pytest.mark.parametrize("function, words", [(boom, "RuntimeError: a bug"), (dies, "crashed"), (sleeps, "did not end within 0.3 s")])
 def test_check_that_fails_costs_only_its_row(tmp_path, monkeypatch, function, words):
-    check = doctor.Check(function, "none", "stop", "why", "mend")
-    row = doctor.guarded(check, cpu(tmp_path), seconds=0.3)
+    check = Check(function, "none", "stop", "why", "mend")
+    row = guarded(check, cpu(tmp_path), seconds=0.3)
     assert row.level == "unknown" and words in row.seen
-    monkeypatch.setattr(doctor, "CHECKS", (check,))
-    monkeypatch.setattr(doctor, "CHECK_SECONDS", 0.3)
-    monkeypatch.setattr(doctor.guarded, "__defaults__", (0.3,))
-    assert doctor.stop(cpu(tmp_path / "other")) is False
+    monkeypatch.setattr(diagnosis, "CHECKS", (check,))
+    monkeypatch.setattr(guarded, "__defaults__", (0.3,))
+    assert diagnosis.stop(cpu(tmp_path / "other")) is False
 
 
 def test_guarded_passes_rows_on(tmp_path):
     machine = cpu(tmp_path)
     memory = next(check for check in CHECKS if check.name == "memory")
-    assert doctor.guarded(memory, machine) == doctor.Row("memory", "fine", "110.0 GiB")
+    assert guarded(memory, machine) == Row("memory", "fine", "110.0 GiB")
     remove(machine, "proc/meminfo")
-    assert doctor.guarded(memory, machine) is None
+    assert guarded(memory, machine) is None
 
 
 def test_command_that_hangs_is_cut_and_what_it_said_is_kept():
-    code, out, _ = doctor.run_command(["bash", "-c", "echo so far; sleep 60"], 0.5)
+    code, out, _ = run_command(["bash", "-c", "echo so far; sleep 60"], 0.5)
     assert code is None and out == "so far\n"
-    assert doctor.run_command(["no such program"])[0] == 127
-    assert doctor.run_command(["bash", "-c", "echo out; echo err >&2; exit 4"]) == (4, "out\n", "err\n")
+    assert run_command(["no such program"])[0] == 127
+    assert run_command(["bash", "-c", "echo out; echo err >&2; exit 4"]) == (4, "out\n", "err\n")
 
 
 # ---- the canary ------------------------------------------------------------------------------------------------------------------
@@ -485,7 +489,7 @@ def test_success_of_the_canary_is_remembered_until_something_changes(tmp_path, c
     machine = strix_halo(tmp_path)
     machine.run = talkative(0, [{"stage": "import"}, {"stage": "done", "devices": [GPU_8060S]}])
     for _ in range(2):
-        assert doctor.cached_canary(machine)["devices"] == [GPU_8060S]
+        assert canary.cached_canary(machine)["devices"] == [GPU_8060S]
     assert len(machine.run.calls) == 1 and "trying torch" in capsys.readouterr().err
     environ = machine.run.calls[0][1]
     assert environ["TRITON_CACHE_DIR"] and not os.path.exists(environ["TRITON_CACHE_DIR"])  # compiled for real, and gone
@@ -500,7 +504,7 @@ def test_success_of_the_canary_is_remembered_until_something_changes(tmp_path, c
     for number, change in enumerate(changes, 2):
         change()
         for _ in range(2):
-            doctor.cached_canary(machine)
+            canary.cached_canary(machine)
         assert len(machine.run.calls) == number
 
 
@@ -517,7 +521,7 @@ def test_failure_of_the_canary_is_not_remembered(tmp_path, code, lines, err, sta
     machine = strix_halo(tmp_path)
     machine.run = talkative(code, lines, err)
     for _ in range(2):
-        found = doctor.cached_canary(machine)
+        found = canary.cached_canary(machine)
         assert found["stage"] == stage and found["end"] == words
     assert len(machine.run.calls) == 2
     torch_is(machine, canary=found)
@@ -529,7 +533,7 @@ def test_damaged_memory_of_the_canary_is_forgotten(tmp_path):
     machine.run = talkative(0, [{"stage": "done", "devices": []}])
     for text in ("", "[1]", '{"x": 1', "null"):
         (tmp_path / "doctor.json").write_text(text)
-        assert doctor.cached_canary(machine)["stage"] == "done"
+        assert canary.cached_canary(machine)["stage"] == "done"
     assert len(machine.run.calls) == 4
 
 
@@ -548,18 +552,18 @@ def test_each_layer_is_tried_in_a_process_of_its_own(tmp_path):
         return layers.get(command[-1], (0, '{"stage": "done", "devices": []}', ""))
 
     machine.run = run
-    doctor.look(machine)
+    diagnosis.look(machine)
     assert (
         [command[-2:] for command in calls if "--layer" in command]
         == [["--layer", name] for name in layers]
-        == [["--layer", name] for name in doctor.LAYERS]
+        == [["--layer", name] for name in canary.LAYERS]
     )
     seen = "a convolution fails (crashed (exit code 134)); a batch norm fails (RuntimeError: miopenStatus)"
     assert row_of("miopen", machine).seen == seen and row_of("miopen", machine).level == "note"
     for make in (h200, cpu):
         machine, before = make(tmp_path / make.__name__), len(calls)
         machine.run = run
-        doctor.look(machine)
+        diagnosis.look(machine)
         assert not any("--layer" in command for command in calls[before:])
 
 
@@ -568,7 +572,7 @@ def test_layers_on_this_gpu():
     """Right numbers, or why not: on some ROCm they fail, which is that machine's fault."""
     import torch
 
-    for name in doctor.LAYERS:
+    for name in canary.LAYERS:
         done = subprocess.run([sys.executable, PROJECT / "doctor.py", "--layer", name], capture_output=True, text=True)
         assert torch.version.hip or json.loads(done.stdout) == {"why": None}
 
@@ -579,13 +583,13 @@ def test_layer_that_gives_wrong_numbers(monkeypatch, capsys):
 
     for kind in (torch.Tensor, torch.nn.Module):
         monkeypatch.setattr(kind, "to", lambda self, device: self)
-    for name in doctor.LAYERS:
-        doctor.try_layer(name)
+    for name in canary.LAYERS:
+        canary.try_layer(name)
     devices = iter(["cpu", "cuda"])
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device: self if next(devices) == "cpu" else self + 1)
-    doctor.try_layer("convolution")
+    canary.try_layer("convolution")
     monkeypatch.setattr(torch.nn, "BatchNorm1d", lambda *sizes: boom(None))
-    doctor.try_layer("batch norm")
+    canary.try_layer("batch norm")
     assert [json.loads(line)["why"] for line in capsys.readouterr().out.splitlines()] == [
         None,
         None,
@@ -656,8 +660,8 @@ def test_stopping_the_doctor_stops_what_it_started(tmp_path):
         time.sleep(0.05)
     process.terminate()
     assert process.wait(10) == 143
-    canary = int((tmp_path / "pid").read_text())
-    while os.path.exists(f"/proc/{canary}/stat") and "Z" not in Path(f"/proc/{canary}/stat").read_text().rsplit(")")[1][:3]:
+    child = int((tmp_path / "pid").read_text())
+    while os.path.exists(f"/proc/{child}/stat") and "Z" not in Path(f"/proc/{child}/stat").read_text().rsplit(")")[1][:3]:
         assert time.monotonic() < end
         time.sleep(0.05)
 
@@ -674,9 +678,9 @@ def test_before_installing_torch_is_not_asked_for(tmp_path):
 
 def test_doctor_that_fails_itself_stops_no_run(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["doctor.py", "--stop"])
-    monkeypatch.setattr(doctor, "stop", lambda machine, before_install: boom(machine))
+    monkeypatch.setattr(diagnosis, "stop", lambda machine, before_install: boom(machine))
     with pytest.raises(SystemExit) as ended:
-        doctor.main()
+        runpy.run_path(str(PROJECT / "doctor.py"), run_name="__main__")
     assert ended.value.code == 0 and "goes on without them (RuntimeError: a bug)" in capsys.readouterr().err
 
 
@@ -706,7 +710,7 @@ def test_cpu_is_told_what_the_demonstration_is(tmp_path):
 def test_this_torch_is_described_without_importing_it():
     import torch
 
-    facts = doctor.torch_on_disk()
+    facts = canary.torch_on_disk()
     assert facts["version"] == torch.__version__ and facts["path"] == os.path.dirname(torch.__file__)
     assert (facts["hip"], facts["cuda"]) == (torch.version.hip, torch.version.cuda)
     assert facts["packages"]["triton"] and "wants_triton" in facts
@@ -797,7 +801,7 @@ def test_part_of_the_probe_that_crashes_loses_only_itself(tmp_path):
         "gemm": (-6, '{"what": "gemm", "library": "cuBLAS", "why": "x"}', ""),
     }
     machine.run = lambda command, timeout=5, environ=None: replies.get(command[-1], (None, "", ""))
-    assert [probe.words(row) for row in doctor.measure(machine)] == [
+    assert [probe.words(row) for row in diagnosis.measure(machine)] == [
         "copy: 4300 GB/s",
         "gemm cuBLAS: not measured, x",
         "gemm: not measured, crashed (exit code 134)",
@@ -808,8 +812,9 @@ def test_part_of_the_probe_that_crashes_loses_only_itself(tmp_path):
 def test_backends_that_crash_hang_or_spoil_their_process_are_named_by_the_check(tmp_path):
     """In real processes, with stand-ins for SDPA's backends; the doctor, its child and that one's children end as they should."""
     machine = h200(tmp_path)
-    machine.environ, machine.run = {**os.environ, "AUTORESEARCH_HARDWARE": "nvidia", "OMP_NUM_THREADS": "1"}, doctor.run_command
-    machine.torch["sdpa"], machine.torch["sdpa_end"] = doctor.ask_torch(machine, [PROJECT / "tests/standin_probe.py", "probe", "sdpa"], 120)
+    machine.environ, machine.run = {**os.environ, "AUTORESEARCH_HARDWARE": "nvidia", "OMP_NUM_THREADS": "1"}, run_command
+    command = [PROJECT / "tests/standin_probe.py", "doctor.probe", "sdpa"]
+    machine.torch["sdpa"], machine.torch["sdpa_end"] = canary.ask_torch(machine, command, 120)
     row = row_of("sdpa", machine)
     assert row.level == "warn" and row.seen == (
         "flash: took its process down: signal 11; efficient: hung: no answer in 3 s; "
@@ -844,10 +849,10 @@ def test_each_candidate_of_the_probe_has_a_process_of_its_own(monkeypatch, tmp_p
 def test_probe_needs_a_gpu():
     import torch
 
-    done = subprocess.run([sys.executable, PROJECT / "benchmarks/probe.py", "flops"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, PROJECT / "doctor/probe.py", "flops"], capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith("'flops' is no part")
     if not torch.cuda.is_available():
-        done = subprocess.run([sys.executable, PROJECT / "benchmarks/probe.py", "copy"], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, PROJECT / "doctor/probe.py", "copy"], capture_output=True, text=True)
         assert done.returncode == 1 and done.stderr == "no GPU that torch can use: nothing to measure\n"
 
 
@@ -874,7 +879,7 @@ def test_memory_cap_is_set_in_one_place_and_on_gfx1151_whatever_it_says_of_itsel
     with pytest.raises(SystemExit):
         machine.cap_shared_memory(torch.device("cuda"))
     assert "GPU_MEMORY_FRACTION=80" in capsys.readouterr().err
-    files = (*PROJECT.glob("*.py"), *PROJECT.glob("harness/**/*.py"))
+    files = (*PROJECT.glob("*.py"), *PROJECT.glob("doctor/*.py"), *PROJECT.glob("harness/**/*.py"))
     names = [path.name for path in files if "set_per_process_memory_fraction(" in path.read_text()]
     assert names == ["machine.py"]
 
@@ -894,13 +899,13 @@ def simulated(root, faults):
     machine = strix_halo(root)
     for break_it in faults:
         break_it(machine)
-    return doctor.screen(machine, [row for check in CHECKS if "gfx1151" in check.where and (row := doctor.examine(check, machine))])
+    return screen.screen(machine, [row for check in CHECKS if "gfx1151" in check.where and (row := examine(check, machine))])
 
 
 def demonstration(root):
     """What it says of a simulated machine without a GPU."""
     machine = cpu(root)
-    return doctor.screen(machine, doctor.diagnose(machine))
+    return screen.screen(machine, diagnosis.diagnose(machine))
 
 
 def test_any_locale_and_a_reader_that_leaves():
@@ -918,15 +923,15 @@ def test_any_locale_and_a_reader_that_leaves():
 
 def test_documents_show_what_it_says(tmp_path):
     readme, page = (PROJECT / "README.md").read_text(), (PROJECT / "docs/doctor.md").read_text()
-    assert page.count(doctor.listing()) == 1 and page.count("\n| `") == len(CHECKS), "python doctor.py --list"
-    for document, screen in (
+    assert page.count(screen.listing()) == 1 and page.count("\n| `") == len(CHECKS), "python doctor.py --list"
+    for document, shown in (
         (readme, simulated(tmp_path / "one", SHOWN[:1])),
         (page, simulated(tmp_path / "four", SHOWN)),
         (page, demonstration(tmp_path / "none")),
     ):
-        assert f"```\n{screen}\n```\n" in document, "python tests/test_doctor.py"
+        assert f"```\n{shown}\n```\n" in document, "python tests/test_doctor.py"
     assert "AUTORESEARCH_SKIP_CHECKS" in readme and "AUTORESEARCH_SKIP_CHECKS" in page and "(docs/doctor.md)" in readme
-    assert f"--what={doctor.STAY_AWAKE} " in (PROJECT / "run.sh").read_text()
+    assert f"--what={STAY_AWAKE} " in (PROJECT / "run.sh").read_text()
 
 
 def test_where_a_launcher_left_sigchld_ignored(tmp_path):

@@ -1,4 +1,4 @@
-"""benchmarks/sdpa_probe.py: which backends of SDPA a build has. benchmarks/probe.py is tested with the doctor, which runs it."""
+"""benchmarks/sdpa_probe.py: which backends of SDPA a build has. doctor/probe.py is tested with the doctor."""
 
 import os
 import subprocess

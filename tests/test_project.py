@@ -24,10 +24,13 @@ def test_readme_names_what_is_there():
     listed = re.findall(r"^([\w./-]+\.\w+|[\w./-]+/)(?:  +([\w.]+\.sh))?  +\S", readme.split("## Files")[1].split("```")[1], re.M)
     files = [name for pair in listed for name in pair if name]
     assert len(files) >= 10 and all((PROJECT / name).exists() for name in files), files
-    code = "".join(path.read_text() for path in [*PROJECT.glob("*.sh"), *PROJECT.glob("*.py"), *PROJECT.glob("harness/**/*.py")])
+    places = ("*.sh", "*.py", "doctor/*.py", "harness/**/*.py")
+    code = "".join(path.read_text() for place in places for path in PROJECT.glob(place))
     variables = set(re.findall(r"`([A-Z][A-Z0-9_]{5,})`", readme.split("## Settings")[1].split("## Measured")[0]))
     assert "AUTORESEARCH_SEED" in variables and {v for v in variables if v not in code} <= {"HTTPS_PROXY"}
-    inner = {f"AUTORESEARCH_{name}" for name in ("GFX", "RUN", "SAID", "SYSROOT")}  # what one part tells another, and tests
+    inner = {
+        f"AUTORESEARCH_{name}" for name in ("ANSWER", "EXAMINER", "GFX", "MODEL", "RUN", "SAID", "SYSROOT")
+    }  # what one part tells another, and tests
     assert set(re.findall(r"\bAUTORESEARCH_[A-Z_]+\b", code)) - inner == {v for v in variables if v.startswith("AUTORESEARCH_")}
 
 

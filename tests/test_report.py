@@ -17,8 +17,9 @@ from conftest import PROJECT
 from test_doctor import GPU_8060S, no_kfd, strix_halo, write
 from test_train import clone
 
-import doctor
-import report
+from doctor import diagnosis, report
+from doctor.check import Check, Fault
+from doctor.machine import Machine
 
 LINES = """Device: AMD Radeon Graphics gfx1151, torch 2.13.0+rocm10.0.0, bf16 peak 49.6 TFLOP/s
 Attention: windows (ours up to 1024, ours up to 2048); the rest: fused kernels; 2.389e+08 FLOPs per token
@@ -55,18 +56,17 @@ def halo(tmp_path, monkeypatch):
     write(machine, "proc/sys/kernel/hostname", "janes-strix.lan")
     write(machine, "sys/class/drm/card1/device/fw_version/smc_fw_version", "0x0b1d0d00")
     monkeypatch.setattr(report, "PATH", str(tmp_path / "report.md"))
-    monkeypatch.setattr(doctor, "Machine", lambda root, torch: machine)
-    monkeypatch.setattr(doctor, "measure", lambda machine: PROBED)
+    monkeypatch.setattr(diagnosis, "measure", lambda machine: PROBED)
     return machine
 
 
-def made():
-    report.main()
+def made(machine):
+    report.write(machine)
     return Path(report.PATH).read_text()
 
 
 def test_report_of_a_strix_halo(halo, capsys):
-    text = made()
+    text = made(halo)
     out, err = capsys.readouterr()
     assert out == report.PATH + "\n" and err.startswith("autoresearch: the report runs the checks") and "Ten training steps" in err
     titles = re.findall("^## (.*)", text, re.M)
@@ -109,12 +109,12 @@ def test_report_names_nobody(halo):
     halo.access = lambda path, mode: "kfd" not in path  # whose mend names the user
     disk = "0f3c5a7e-1b2d-4c6f-8e9a-0123456789ab"
     write(halo, "proc/cmdline", f"root=UUID={disk} ip=192.168.1.7::192.168.1.1 ttm.pages_limit=25165824")
-    stops = made()
+    stops = made(halo)
     halo.access = os.access
     private = f"jane@janes-strix.lan at janes-strix, {home}/x.py, {PROJECT}/train.py 192.168.1.7 fe80::1f2e aa:bb:cc:dd:ee:ff GPU-{disk}"
     public = "c10::Error torch::add at 21:11:57 on 0000:c5:00.0, driver 580.159.03, janet, Linux 6.18.7, 10.0.0"
     halo.run = answering((1, "", f"{private}\n{public}\nRuntimeError: {home}/venv/bin/python"))
-    text = made()
+    text = made(halo)
     assert "usermod -aG render,video USER" in stops and "LD_LIBRARY_PATH=~/rocm/lib" in stops
     assert "`AUTORESEARCH_TORCH_INDEX is set`" in text and "`MIOPEN_TOKEN is set`" in text and "HF_TOKEN" not in text
     assert "(address) at , ~/x.py, ./train.py (address) (address) (address) (id)" in text and public in text
@@ -148,7 +148,7 @@ def test_what_is_an_address(text, shown):
 
 @pytest.mark.parametrize("home", ["//", ".", "", "~", "/"])
 def test_home_that_is_no_folder_of_its_own_replaces_nothing(home):
-    names = report.names_of(doctor.Machine(environ={"HOME": home, "USER": "jane"}))
+    names = report.names_of(Machine(environ={"HOME": home, "USER": "jane"}))
     assert report.anonymous("at step 3. of /usr/lib", names) == "at step 3. of /usr/lib"
 
 
@@ -156,7 +156,7 @@ def test_name_at_a_line_s_end_is_left_out_whole(halo):
     """Lines are cut after names are left out: half a name would stay."""
     lines = [f"{'x ' * n}janes-strix.lan {PROJECT}/train.py" for n in range(report.LONGEST // 2 - 50, report.LONGEST // 2)]
     halo.run = answering((0, "\n".join(lines[::4]) + "\n" + json.dumps(FACTS), ""))
-    text = made()
+    text = made(halo)
     assert "x  ./train.py" in text and not re.search(r"janes|strix\.|-strix|" + str(PROJECT)[:6], text)
 
 
@@ -164,7 +164,7 @@ def test_settings_are_a_line_each(halo):
     halo.environ |= {"CUDA_A": "x\n" * 300 + "# title", "HIP_B": "a`b|c", "NCCL_COMM_ID": "head:6379", "ROCM_CREDENTIALS": "abcdefgh"}
     halo.environ |= {"PYTORCH_HIP_ALLOC_CONF": "max_split_size_mb:512"}
     halo.environ |= {"HSA_B": "\x1b[31mred\x1b[0m\x00\x9b"}
-    text = made()
+    text = made(halo)
     assert "- `HSA_B=red`" in text
     assert "\n# title" not in text and "- `HIP_B=a'b|c`" in text and len(text.splitlines()) < 100
     assert "`NCCL_COMM_ID is set`" in text and "`ROCM_CREDENTIALS is set`" in text and "abcdefgh" not in text
@@ -176,7 +176,7 @@ def test_files_of_many_cards_and_without_sense(halo):
         write(halo, f"sys/class/drm/card{n}/device/vendor", "0x1002")
         write(halo, f"sys/class/drm/card{n}/device/mem_info_gtt_total", "-x")
         write(halo, f"sys/class/drm/card{n}/device/vbios_version", "113-A\n|\n# b")
-    text = made()
+    text = made(halo)
     assert "| card: memory | VRAM 0.5 GiB" in text and "| card 1: VBIOS | 113-A \\| # b |" in text
     assert "card 2" not in text and "| more cards | 7 |" in text
 
@@ -186,14 +186,14 @@ def crash(*_):
 
 
 def test_part_that_fails_is_said_and_the_next_one_follows(halo, monkeypatch):
-    monkeypatch.setattr(doctor, "measure", crash)
+    monkeypatch.setattr(diagnosis, "measure", crash)
     monkeypatch.setattr(report, "version_table", lambda machine: os._exit(11))
     halo.run = answering((None, LINES + STEP.format(0) * 3, ""))
-    text = made()
+    text = made(halo)
     assert "## Versions\n\nthe check itself crashed\n" in text and "This part failed: RuntimeError: the probe broke" in text
     assert "Not measured: it hung for 900 s after 3 steps.\n\n```\nDevice: AMD Radeon Graphics" in text
     halo.run = answering((3, "", "FAIL: there is no data: run python prepare.py\n"))
-    text = made()
+    text = made(halo)
     assert "ended with exit code 3 after 0 steps. Data that is not there is prepared by `./run.sh --setup`." in text
     assert "FAIL: there is no data" in text
 
@@ -202,7 +202,7 @@ def test_machine_that_freezes_leaves_its_report(halo):
     """What is there when the last part begins: all the others, and which one it was in."""
     seen = []
     halo.run = answering(lambda environ: seen.append(Path(report.PATH).read_text()) or TEN_STEPS)
-    made()
+    made(halo)
     assert "copy: 211 GB/s" in seen[0] and seen[0].rstrip().endswith("ended in this part.") and seen[0].count("Not finished") == 1
     assert [path.name for path in Path(report.PATH).parent.iterdir() if path.name.startswith("report")] == ["report.md"]
 
@@ -210,24 +210,24 @@ def test_machine_that_freezes_leaves_its_report(halo):
 def test_what_stops_a_run_is_not_tried(halo):
     no_kfd(halo)
     halo.run = answering(crash)
-    text = made()
+    text = made(halo)
     assert text.count("Not run: what stops a run stops this too (driver).") == 2 and "STOP    driver" in text
 
 
 def test_report_is_200_lines_at_most(halo, monkeypatch):
-    monkeypatch.setattr(doctor, "measure", lambda machine: PROBED * 200)
+    monkeypatch.setattr(diagnosis, "measure", lambda machine: PROBED * 200)
     halo.environ |= {f"MIOPEN_SETTING_{i}": "x" * 1000 for i in range(300)}
     halo.run = answering((1, "".join(f"line {i} {'x' * 5000}\n" for i in range(500)), "error\n" * 500))
-    fault = doctor.Check(lambda machine: doctor.Fault("fault " * 40), "gfx1151", "note", "why " * 40, "mend " * 40)
-    monkeypatch.setattr(doctor, "CHECKS", (fault,) * 40)
-    text = made()
+    fault = Check(lambda machine: Fault("fault " * 40), "gfx1151", "note", "why " * 40, "mend " * 40)
+    monkeypatch.setattr(diagnosis, "CHECKS", (fault,) * 40)
+    text = made(halo)
     assert 150 < len(text.splitlines()) <= 200 and max(map(len, text.splitlines())) <= report.LONGEST and "lines left out" in text
 
 
 def test_folder_in_the_report_s_place(halo, capsys):
     Path(report.PATH).mkdir()
     with pytest.raises(SystemExit) as ended:
-        report.main()
+        report.write(halo)
     assert ended.value.code == 3 and capsys.readouterr().err.splitlines()[-1].endswith(": move that folder away")
     assert [path.name for path in Path(report.PATH).parent.iterdir() if path.name.startswith("report")] == ["report.md"]
 
@@ -235,7 +235,7 @@ def test_folder_in_the_report_s_place(halo, capsys):
 def test_place_that_cannot_be_written(halo, monkeypatch, capsys):
     monkeypatch.setattr(report, "PATH", "/proc/report.md")
     with pytest.raises(SystemExit) as ended:
-        report.main()
+        report.write(halo)
     assert ended.value.code == 3 and "the report can't be written" in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -245,12 +245,12 @@ def checkout(tmp_path):
     folder = tmp_path / "my project"
     folder.mkdir()
     clone(folder, DEPTH=2, TOTAL_BATCH_SIZE=512, DEVICE_BATCH_SIZE=2)
-    for name in ("doctor.py", "report.py", "prepare.py"):
+    for name in ("doctor.py", "prepare.py"):
         (folder / name).unlink(missing_ok=True)
         shutil.copy(PROJECT / name, folder)  # a link would be followed to where it lies
     (folder / "harness").unlink()
-    for name in ("harness", "benchmarks"):
-        shutil.copytree(PROJECT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.csv", "*.png"))
+    for name in ("harness", "doctor"):
+        shutil.copytree(PROJECT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     return folder
 
 
@@ -274,5 +274,5 @@ def test_report_of_this_machine(demo, checkout):
 
 def test_ten_steps_need_data(tmp_path):
     environment = os.environ | {"AUTORESEARCH_CACHE": str(tmp_path), "AUTORESEARCH_DATASET": "demo"}
-    done = subprocess.run([sys.executable, PROJECT / "benchmarks/ten_steps.py"], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, PROJECT / "doctor/ten_steps.py"], env=environment, capture_output=True, text=True)
     assert done.returncode == 3 and done.stderr.startswith("FAIL: ") and "prepare.py" in done.stderr, done.stderr

@@ -20,6 +20,9 @@ from nights import HEADER, outcome, row, write_night, write_run
 from PIL import Image
 
 import results
+from report import labels, look, summary
+from report.comparison import comparable
+from report.words import hours_text
 
 A, B, C, D = (letter * 40 for letter in "abcd")
 
@@ -105,14 +108,7 @@ def test_always_answers(tmp_path, content, words):
     assert words.format(path) in line and "\n" not in line
     assert Image.open(io.BytesIO(results.png(results.draw_progress(night)))).size == (1600, 940)
     assert json.loads(results.as_json(night))["rows"] == len(night.rows)
-    for make in (
-        results.overview,
-        results.kept_table,
-        results.ideas_table,
-        results.experiments_table,
-        results.luck_text,
-        results.hours_text,
-    ):
+    for make in (results.overview, results.kept_table, results.ideas_table, results.experiments_table, results.luck_text, hours_text):
         assert make(night)
     for draw in (results.draw_hours, results.draw_memory, results.draw_speed):
         draw(night)
@@ -232,7 +228,7 @@ def test_numbers_that_can_not_be(tmp_path, value):
     assert night.summary["hours"]["training"] * 3600 == 600 and night.summary["hours"]["other"] * 3600 == pytest.approx(20 + 640)
     for draw in (results.draw_progress, results.draw_hours, results.draw_memory, results.draw_speed):
         assert results.png(draw(night))
-    assert results.hours_text(night) and results.experiments_table(night)
+    assert hours_text(night) and results.experiments_table(night)
 
 
 def test_times_that_can_not_be(tmp_path):
@@ -242,7 +238,7 @@ def test_times_that_can_not_be(tmp_path):
         (tmp_path / "runs" / str(number) / "outcome.json").write_text(json.dumps(one))
     rows = "".join(row(f"{number:07x}", 1.0, 6, "keep", "x") for number in (1, 2, 3))
     night = results.read(ledger(tmp_path, HEADER + rows))
-    assert json.loads(results.as_json(night))["rows"] == 3 and results.hours_text(night)
+    assert json.loads(results.as_json(night))["rows"] == 3 and hours_text(night)
 
 
 def test_statistics(tmp_path):
@@ -265,7 +261,7 @@ def test_statistics(tmp_path):
     parts = {"startup": 8 * 20, "training": 4 * 600 + 30 + 80 + 280 + 180, "evaluation": 4 * 60, "other": 4 * 20}
     parts |= {"lost": 50 + 100 + 300 + 200, "wall": 7200, "between": 7200 - 4 * 700 - 650}
     assert {name: time[name] * 3600 for name in parts} == pytest.approx(parts) and time["runs"] == 8
-    assert s["experiments_per_hour"] == pytest.approx(4) and "8 runs in 2.0 h, 4.0 an hour" in results.hours_text(night)
+    assert s["experiments_per_hour"] == pytest.approx(4) and "8 runs in 2.0 h, 4.0 an hour" in hours_text(night)
     assert [(row["number"], row["memory_gb"]) for row in s["pareto"]] == [(2, 6.0), (6, 8.0)]
     assert [(row["idea"], row["tries"], row["keep"], row["crash"]) for row in s["ideas"]] == [
         ("batch", 1, 1, 0),
@@ -277,13 +273,13 @@ def test_statistics(tmp_path):
 
 def test_luck():
     """Means of the greatest of 2, 3, 10 and 100 normal draws, from tables of order statistics."""
-    assert [results.luck(n) for n in (0, 1, 2, 9, 99)] == pytest.approx([0, 0.56419, 0.84628, 1.53875, 2.50759], abs=1e-4)
+    assert [summary.luck(n) for n in (0, 1, 2, 9, 99)] == pytest.approx([0, 0.56419, 0.84628, 1.53875, 2.50759], abs=1e-4)
 
 
 def test_pareto_front(tmp_path):
     cells = [(6, 1.3), (5, 1.4), (6, 1.2), (8, 1.25), (9, 1.1), (9, 1.1), (0, 1.0)]
     night = results.read(ledger(tmp_path, HEADER + "".join(row(A, bpb, memory, "discard", "x") for memory, bpb in cells)))
-    assert list(results.pareto(night)["number"]) == [2, 3, 5]
+    assert list(summary.pareto(night)["number"]) == [2, 3, 5]
 
 
 @pytest.mark.parametrize(("description", "kind"), [
@@ -292,7 +288,7 @@ def test_pareto_front(tmp_path):
     ("tied embeddings", "embeddings and output"), ("swiglu", "MLP"), ("luck", "other"),
 ])  # fmt: skip
 def test_kinds_of_idea(description, kind):
-    assert results.idea({"description": description, "run": None}) == kind
+    assert summary.idea({"description": description, "run": None}) == kind
 
 
 def test_a_change_says_what_kind_it_is_where_the_words_do_not(tmp_path):
@@ -304,11 +300,11 @@ def test_a_change_says_what_kind_it_is_where_the_words_do_not(tmp_path):
 
 def test_different_fingerprints_do_not_compare(tmp_path):
     mine, other = results.read(write_night(tmp_path / "a", 10)), results.read(write_night(tmp_path / "b", 12, seed=1))
-    assert results.comparable([mine, other]) == (True, "All have the fingerprint b98a6de0d3d2: val_bpb compares.")
+    assert comparable([mine, other]) == (True, "All have the fingerprint b98a6de0d3d2: val_bpb compares.")
     for path in (tmp_path / "b" / "runs").glob("*/outcome.json"):
         path.write_text(path.read_text().replace("b98a6de0d3d2", "000000000000"))
     other = results.read(tmp_path / "b")
-    assert not results.comparable([mine, other])[0] and "do not compare" not in results.one_line(other)
+    assert not comparable([mine, other])[0] and "do not compare" not in results.one_line(other)
     assert "does not compare" in results.compare_table([mine, other])
     axes = results.draw_compare([mine, other]).axes[0]
     assert [line.get_ydata()[0] for line in axes.lines] == pytest.approx([100, 100])  # percent of each one's own baseline
@@ -331,11 +327,11 @@ def test_labels_do_not_overlap(tmp_path, count):
     boxes = [Text.get_window_extent(text) for text in texts]  # without its leader
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
     kept = axes.transData.transform(night.kept[["number", "val_bpb"]].to_numpy(float))
-    steps = axes.transData.transform(results.stairs(night.kept[["number", "best"]].to_numpy(float)))
+    steps = axes.transData.transform(labels.stairs(night.kept[["number", "best"]].to_numpy(float)))
     for box in boxes:
         assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and axes.bbox.y0 <= box.y0 and box.y1 <= axes.bbox.y1
-        assert not results.covered(kept, (box.x0, box.y0, box.x1, box.y1))
-        assert not results.covered(results.along(steps, 2), (box.x0, box.y0, box.x1, box.y1))
+        assert not labels.covered(kept, (box.x0, box.y0, box.x1, box.y1))
+        assert not labels.covered(labels.along(steps, 2), (box.x0, box.y0, box.x1, box.y1))
     others = [*figure.texts, axes.xaxis.label, axes.title, *axes.get_legend().get_texts()]
     ticks = [tick for tick in axes.get_xticklabels() if axes.viewLim.x0 <= tick.get_position()[0] <= axes.viewLim.x1]
     others += ticks + [tick for tick in axes.get_yticklabels() if axes.viewLim.y0 <= tick.get_position()[1] <= axes.viewLim.y1]
@@ -357,14 +353,10 @@ def test_readable_in_both_schemes_and_for_the_colour_blind(tmp_path):
     image = np.asarray(Image.open(io.BytesIO(results.png(figure))).convert("RGBA"))
     assert (image[40:-40, :, 3] == 255).all() and image[0, 0, 3] == 0 and tuple(image[470, 8, :3]) == (255, 255, 255)
     contrast = lambda color: 1.05 / (luminance(color) + 0.05)  # on white
-    assert (
-        contrast(results.INK) > 12
-        and contrast(results.MUTED) > 5.5
-        and min(map(contrast, (results.BLUE, results.FAINT, results.ORANGE))) > 3
-    )
+    assert contrast(look.INK) > 12 and contrast(look.MUTED) > 5.5 and min(map(contrast, (look.BLUE, look.FAINT, look.ORANGE))) > 3
     seen = np.array([[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]])  # linear RGB, Machado et al. 2009
     linear = lambda color: [(int(color[i : i + 2], 16) / 255) ** 2.2 for i in (1, 3, 5)]
-    colors = [seen @ linear(color) for color in (results.BLUE, results.FAINT, results.ORANGE, results.INK)]
+    colors = [seen @ linear(color) for color in (look.BLUE, look.FAINT, look.ORANGE, look.INK)]
     assert min(np.abs(a - b).max() for i, a in enumerate(colors) for b in colors[:i]) > 0.08
     forms = {str(c.get_paths()[0].vertices.round(2).tolist()) + str(len(c.get_facecolors())) for c in figure.axes[0].collections}
     assert len(forms) == len(figure.axes[0].collections) == 6
@@ -443,6 +435,7 @@ def test_page_of_a_notebook_that_fails(tmp_path, cell, words):
     nbformat = pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
     shutil.copy(PROJECT / "results.py", tmp_path)
+    shutil.copytree(PROJECT / "report", tmp_path / "report", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "harness").symlink_to(PROJECT / "harness")
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)]), tmp_path / "analysis.ipynb")
     done = subprocess.run([sys.executable, "results.py", "--page"], cwd=tmp_path, capture_output=True, text=True)

@@ -1,6 +1,6 @@
 """Ten training steps of train.py as it is, on the prepared data: their time, memory, attention, and the GPU's clock, heat and power.
 
-    python benchmarks/ten_steps.py      (the start-up of a run, then some seconds; nothing is evaluated or saved)
+    python doctor/ten_steps.py      (the start-up of a run, then some seconds; nothing is evaluated or saved)
 
 The lines are train.py's own, those of the first prepare.WARMUP_STEPS steps too, which are never timed; the last line is JSON: ms (each of
 the ten), tokens_per_s, mfu_percent (None where it is not known), peak_mb (2**20 bytes), startup_s (until the first timed step), sensors.

@@ -1,6 +1,6 @@
 """What can this machine do, and what would a training step take on it?
 
-    python benchmarks/probe.py [copy | gemm | attention | sdpa]
+    python doctor/probe.py [copy | gemm | attention | sdpa]
 
 Copy bandwidth; bfloat16 GEMM in the three layouts of a linear layer (forward, gradient of the input, of the weight) on each BLAS
 library; causal attention at the shapes of a run by each of SDPA's backends, forced, and by kernels/, forward and with backward; and from
@@ -20,21 +20,20 @@ import statistics
 import sys
 import time
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from doctor.words import one_line
 from harness.common import child
 
-PROGRAM = [sys.executable, os.path.abspath(__file__), "--child"]
+FILE = os.path.abspath(__file__)
+PROGRAM = [sys.executable, FILE, "--child"]
 HANG_SECONDS = 90  # without a row
 # The training step of the protocol's model: train.py as it comes.
 BATCH, CONTEXT, N_HEAD, HEAD_DIM, N_EMBD, VOCABULARY, WINDOW = 16, 2048, 4, 128, 512, 8192, 1024
 STEP_TOKENS, WINDOWED_LAYERS, FULL_LAYERS = 2**17, 6, 2
 STEP_BYTES = 107e9  # what its elementwise kernels move: 25 ms on an H200 that copies 4.3 TB/s
 LAYOUTS = ("forward", "dgrad", "wgrad")
-
-
-def one_line(error):
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 
 
 def seconds_of(call, device, rounds=5):

@@ -2,8 +2,8 @@
 
     ./run.sh --report      (or python doctor.py --report; minutes)
 
-It writes report.md beside this file: what doctor.py says, versions and settings, what doctor.py --probe measures, and ten training steps
-(benchmarks/ten_steps.py), at most 200 lines. Each part works in processes of its own: where one crashes or hangs, the report says so and
+It writes report.md beside doctor.py: what doctor.py says, versions and settings, what doctor.py --probe measures, and ten training steps
+(ten_steps.py), at most 200 lines. Each part works in processes of its own: where one crashes or hangs, the report says so and
 goes on. The file is on the disk before each part begins: a machine that freezes leaves a report that says in which part.
 
 Left out: the names of user and host, the home folder and this one's place, addresses, serial numbers, and settings that could be secrets.
@@ -20,13 +20,16 @@ import socket
 import statistics
 import sys
 
-import doctor
+from doctor import diagnosis, probe, screen
+from doctor.check import Check, guarded
+from doctor.machine import ROOT
+from doctor.words import gib, one_line, say, sensors
 from harness.common import telemetry
 from harness.common.files import replace_file
+from harness.common.protocol import EXIT_ENVIRONMENT
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-PATH = os.path.join(HERE, "report.md")
-TEN_STEPS = os.path.join(HERE, "benchmarks", "ten_steps.py")
+PATH = os.path.join(ROOT, "report.md")
+TEN_STEPS = os.path.join(ROOT, "doctor", "ten_steps.py")
 STEPS_SECONDS = 900  # start-up compiles and chooses, in minutes at the first time
 MOST, LONGEST = 200, 500  # lines of the report, characters of a line
 MOST_CARDS = 2  # that the versions tell of
@@ -37,26 +40,26 @@ MOST_CARDS = 2  # that the versions tell of
 
 
 def doctor_says(machine, found):
-    rows, _ = doctor.look(machine)
+    rows, _ = diagnosis.look(machine)
     found["stops"] = [row.check for row in rows if row.level == "stop"]
     names = names_of(machine)
     for row in rows:  # before their lines are broken, where a folder would be in two of them
         row.seen, row.mend = anonymous(row.seen, names), anonymous(row.mend, names)
-    return fenced(doctor.screen(machine, rows, 110).splitlines(), 60)
+    return fenced(screen.screen(machine, rows, 110).splitlines(), 60)
 
 
 def versions(machine, found):
-    return guarded(version_table, machine)
+    return apart(version_table, machine)
 
 
 def settings(machine, found):
-    return guarded(setting_list, machine)
+    return apart(setting_list, machine)
 
 
-def probe(machine, found):
+def measured(machine, found):
     if why := not_run(machine, found, gpu=True):
         return [why]
-    return fenced([doctor.load_probe().words(row) for row in doctor.measure(machine)], 45)
+    return fenced([probe.words(row) for row in diagnosis.measure(machine)], 45)
 
 
 def ten_steps(machine, found):
@@ -75,7 +78,7 @@ def ten_steps(machine, found):
     if code == 0 and facts:
         return fenced(before, 28) + steps_table(facts, machine.hardware)
     end = f"hung for {STEPS_SECONDS} s" if code is None else f"ended with exit code {code}"
-    mend = " Data that is not there is prepared by `./run.sh --setup`." if code == doctor.EXIT_ENVIRONMENT else ""
+    mend = " Data that is not there is prepared by `./run.sh --setup`." if code == EXIT_ENVIRONMENT else ""
     return [f"Not measured: it {end} after {steps} steps.{mend}", "", *fenced([*before, *err.strip().splitlines()[-6:]], 18)]
 
 
@@ -83,8 +86,8 @@ PARTS = {
     "What the doctor says": doctor_says,
     "Versions": versions,
     "Settings": settings,
-    "What this machine can do (`doctor.py --probe`)": probe,
-    "Ten training steps (`benchmarks/ten_steps.py`)": ten_steps,
+    "What this machine can do (`doctor.py --probe`)": measured,
+    "Ten training steps (`doctor/ten_steps.py`)": ten_steps,
 }
 
 
@@ -97,9 +100,9 @@ def not_run(machine, found, gpu=False):
     return "Not run: there is no GPU." if gpu and machine.hardware == "none" else None
 
 
-def guarded(function, machine):
-    """The lines of function(machine), made in a process of its own, as a check of the doctor's is."""
-    row = doctor.guarded(doctor.Check(function, "", "", "", ""), machine)
+def apart(function, machine):
+    """The lines of function(machine), made in a process of its own, as a check is."""
+    row = guarded(Check(function, "", "", "", ""), machine)
     return row.seen.splitlines() if row else ["nothing"]
 
 
@@ -115,10 +118,10 @@ def version_table(machine):
         "of its command line": " ".join(boot),
         "machine, BIOS": " ".join(filter(None, board)),
         "processor": cpu and f"{cpu[0]}, {len(cpu)} threads",
-        "memory": total and doctor.gib(total),
+        "memory": total and gib(total),
         "GPU": "; ".join(map(gpu_words, machine.canary.get("devices", []))) or " ".join(machine.parts),
         **card_rows(machine),
-        "NVIDIA driver": (re.findall(r"Kernel Module.*?\s(\d{3,}[.\d]*)", machine.read("proc/driver/nvidia/version") or "") or [""])[0],
+        "NVIDIA driver": machine.nvidia_version,
         "Python": platform.python_version(),
         "torch": torch.get("version") or "not installed",
         "ROCm": torch.get("rocm"),
@@ -132,7 +135,7 @@ def version_table(machine):
 
 def gpu_words(device):
     arch, memory = device.get("gcnArchName", "").split(":")[0], device.get("total_memory")
-    return ", ".join(filter(None, (device.get("name"), arch, memory and doctor.gib(memory))))
+    return ", ".join(filter(None, (device.get("name"), arch, memory and gib(memory))))
 
 
 def card_rows(machine):
@@ -143,31 +146,24 @@ def card_rows(machine):
         paths = machine.glob(os.path.relpath(f"{card}/fw_version/*_fw_version", machine.root))
         firmware = [f"{os.path.basename(path)[:-11].upper()} {machine.read(path)}" for path in paths]
         firmware = [words for words in firmware if not words.endswith((" None", " 0x00000000"))]
-        sizes = {kind: whole(machine.read(f"{card}/mem_info_{kind.lower()}_total")) for kind in ("VRAM", "GTT")}
-        now = telemetry.read_amd(card)
-        units = {"clock_mhz": "{:,.0f} MHz", "temp_c": "{:.0f} °C", "critical_c": "critical {:.0f} °C", "watts": "{:.0f} W"}
+        sizes = {kind: machine.card_bytes(card, kind.lower()) for kind in ("VRAM", "GTT")}
         rows |= {
             f"{name}: VBIOS": machine.read(f"{card}/vbios_version"),
             f"{name}: firmware": ", ".join(firmware),
-            f"{name}: memory": ", ".join(f"{kind} {doctor.gib(size)}" for kind, size in sizes.items() if size),
-            f"{name}: now": ", ".join(words.format(now[key]) for key, words in units.items() if key in now),
+            f"{name}: memory": ", ".join(f"{kind} {gib(size)}" for kind, size in sizes.items() if size),
+            f"{name}: now": sensors(telemetry.read_amd(card), "clock_mhz", "temp_c", "critical_c", "watts"),
         }
     if more := machine.cards[MOST_CARDS:]:
         rows["more cards"] = len(more)
     return rows
 
 
-def whole(text):
-    """The whole number in a file, 0 where there is none."""
-    return int(text) if re.fullmatch(r"[0-9]{1,18}", text or "") else 0
-
-
 def project(machine):
     """The commit that is checked out, and the files that differ from it."""
-    code, commit, _ = machine.run(["git", "-C", HERE, "log", "-1", "--format=%h of %cs"], 5)
+    code, commit, _ = machine.run(["git", "-C", ROOT, "log", "-1", "--format=%h of %cs"], 5)
     if code:
         return "not in git"
-    _, changed, _ = machine.run(["git", "-C", HERE, "status", "--porcelain", "--untracked-files=no"], 5)
+    _, changed, _ = machine.run(["git", "-C", ROOT, "status", "--porcelain", "--untracked-files=no"], 5)
     names = [line[3:] for line in changed.splitlines()]
     return commit.strip() + f", changed: {', '.join(names[:8])}{', …' * (len(names) > 8)}" * bool(names)
 
@@ -233,7 +229,7 @@ ORDINARY = {None, "", "root", "user", "admin", "localhost", "linux", "ubuntu", "
 
 def names_of(machine):
     """(folders and what stands for them, names of people, names of the host), longest first: of this process and of the machine's files."""
-    folders, people = {HERE: "."}, {machine.environ.get(name) for name in ("USER", "LOGNAME", "SUDO_USER")}
+    folders, people = {ROOT: "."}, {machine.environ.get(name) for name in ("USER", "LOGNAME", "SUDO_USER")}
     with contextlib.suppress(KeyError):
         account = pwd.getpwuid(os.getuid())
         people.add(account.pw_name)
@@ -293,24 +289,24 @@ def save(text):
             f.write(text)
     except OSError as error:
         mend = "move that folder away" if os.path.isdir(PATH) else f"make {os.path.dirname(PATH)} writable, and room in it"
-        doctor.say(f"the report can't be written ({error}): {mend}")
-        sys.exit(doctor.EXIT_ENVIRONMENT)
+        say(f"the report can't be written ({error}): {mend}")
+        sys.exit(EXIT_ENVIRONMENT)
 
 
-def main():
-    machine = doctor.Machine(root=os.environ.get("AUTORESEARCH_SYSROOT") or "/", torch=doctor.torch_on_disk())
+def write(machine):
+    """The report of this machine; its place is printed."""
     runs = "the checks, --probe's measurements and ten training steps: some minutes. Leave the GPU to it"
     if machine.hardware == "none":
         runs = "the checks, and ten training steps of the demonstration: a minute or two"
-    doctor.say(f"the report runs {runs}")
+    say(f"the report runs {runs}")
     sections, found = {}, {}
     for title, part in PARTS.items():
-        doctor.say(f"{title} …")
+        say(f"{title} …")
         save(document(machine, sections | {title: ["Not finished: the report, or the machine, ended in this part."]}))
         try:
             sections[title] = part(machine, found)
         except Exception as error:
-            sections[title] = [f"This part failed: {doctor.one_line(error)}"]
+            sections[title] = [f"This part failed: {one_line(error)}"]
     save(document(machine, sections))
-    doctor.say("it holds no name, address or serial number that we know of; read it before you paste it")
+    say("it holds no name, address or serial number that we know of; read it before you paste it")
     print(PATH)
