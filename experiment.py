@@ -23,6 +23,7 @@ import os
 import signal
 import sys
 
+from harness.common.text import visible
 from loop.commands import command_begin, command_noise, command_show, command_stop, command_try, command_wait
 from loop.files import ENVIRONMENT, REFUSED, Refusal
 from loop.repository import check_repository
@@ -71,6 +72,7 @@ def main():
     sys.stdout, sys.stderr = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):  # descriptions and logs hold characters that not every locale has
         stream.reconfigure(errors="backslashreplace")
+        stream.write = lambda text, write=stream.write: write(visible(text))  # nor may a terminal obey what they hold
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # some launchers leave it ignored: no exit code would be kept, git's neither
     arguments = parser.parse_args()
     try:

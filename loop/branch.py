@@ -99,7 +99,10 @@ def keep(turn):
         if git("update-ref", "-m", f"keep: {turn['description']}", f"refs/heads/{name}", new, tip, check=False) is not None:
             break
     else:
-        raise Refusal(f"git can't move the branch {name} to {new[:10]}, the keep of run {turn['number']}: see what git status says")
+        try:
+            git("update-ref", f"refs/heads/{name}", new, tip)
+        except Refusal as e:
+            raise Refusal(f"git can't move the branch {name} to {new[:10]}, the keep of run {turn['number']}: {e}", e.code) from None
     base = base_reference(turn["tag"])
     if current_tag() == turn["tag"]:
         set_index(program_of(parent), program_of(commit))

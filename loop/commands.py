@@ -14,6 +14,7 @@ from .files import (
     LEDGER,
     LIMITS,
     ROOT,
+    RUNNING,
     RUNS,
     STOPPED,
     TRAIN,
@@ -22,8 +23,9 @@ from .files import (
     log_tail,
     now_text,
     read_bytes,
-    read_json,
+    read_outcome,
     read_turn,
+    read_verdict,
     run_file,
     stop_requested,
     tried,
@@ -32,7 +34,7 @@ from .files import (
 )
 from .ledger import Series, read_rows, set_ledger_aside
 from .patches import patched, read_patches
-from .processes import check_disk, processes, state_lock
+from .processes import check_disk, is_supervised, processes, state_lock
 from .proposal import check_program, clean, code_size, digest_of, parse
 from .ready import SETTINGS, ready_series
 from .recovery import recover
@@ -71,8 +73,8 @@ def command_begin(arguments):
         if exists and tags and tags[-1] == tag:
             if any(row["status"] == "keep" for row in read_rows()):
                 raise Refusal(f"{branch_of(tag)} has begun: go on with try, or begin another tag")
-        elif exists and not tags and any((read_json(run_file(t["number"], "verdict.json")) or {}).get("status") for t in Series(tag).tried):
-            raise Refusal(f"{branch_of(tag)} has begun and results.tsv is missing: bring it back, or begin another tag")
+        elif exists and any((read_verdict(t["number"]) or {}).get("status") for t in Series(tag).tried):
+            raise Refusal(f"{branch_of(tag)} has begun, and results.tsv is another series': move it away, and `status` makes it again")
         else:
             aside = set_ledger_aside(next(filter(None, reversed(tags)), "earlier"))
         if not exists:
@@ -206,7 +208,7 @@ def command_wait(arguments):
 def command_stop(arguments):
     path = os.path.join(RUNS, "stop")
     with state_lock():
-        running = recover()
+        running = recover(lenient=True)
         if arguments.undo:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(path)
@@ -217,19 +219,27 @@ def command_stop(arguments):
         for number in numbers if arguments.now else ():
             end_supervisor(number)
     if numbers and arguments.now:
-        return wait_for(LIMITS["grace"] + LIMITS["kill"] + 10, numbers)
+        code = wait_for(LIMITS["grace"] + LIMITS["kill"] + 10, numbers)
+        if code != RUNNING:
+            return code
+        for number in numbers:  # a supervisor that hangs; what it has started ends with it, or is ended by who finishes its turn
+            if is_supervised(number):
+                end_supervisor(number, signal.SIGKILL)
+        return wait_for(10, numbers)
     after = f" after run {', '.join(map(str, numbers))}" if numbers else ""
     print(f"no new run{after} (stop --undo allows them again)")
     return 0
 
 
-def end_supervisor(number):
+def end_supervisor(number, how=signal.SIGTERM):
     """Tell the run's supervisor to end it: the one that lives, or one that is being started."""
     write_file(run_file(number, "stop"), b"")
     command = f"{os.path.join(ROOT, 'experiment.py')}\0_supervise\0{number}\0".encode()
     for process in processes():
         if command in (read_bytes(f"/proc/{process['pid']}/cmdline") or b""):
-            os.kill(process["pid"], signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process["pid"], how)
+                os.kill(process["pid"], signal.SIGCONT)  # one that was stopped hears nothing
 
 
 def command_show(arguments):
@@ -237,7 +247,7 @@ def command_show(arguments):
     turn = read_turn(number)
     if turn is None:
         raise Refusal(f"there is no run {number}: runs go from 1 to {last_number()}" if last_number() else "nothing has been run yet")
-    outcome, said = read_json(run_file(number, "outcome.json")) or {}, read_json(run_file(number, "verdict.json"))
+    outcome, said = read_outcome(number), read_verdict(number)
     print("\n".join(said["lines"] if said else [f"run {number} is running ({progress_of(number)}): {turn['description']}"]))
     node = f", {cluster.where(number)}" if outcome.get("node") else ""
     print(f"{turn['kind']}, commit {turn['commit'][:10]} on {turn['parent'][:10]}, seed {turn['seed']}, started {turn['started']}{node}")

@@ -10,6 +10,7 @@ import sys
 
 from harness.common import files
 from harness.common.files import replace_file, sync_folder
+from harness.common.text import visible
 
 
 def main_checkout(here):
@@ -95,12 +96,45 @@ def run_file(number, name):
     return os.path.join(RUNS, str(number), name)
 
 
+def numbers():
+    """The numbers of all runs."""
+    return sorted(int(n) for n in os.listdir(RUNS) if n.isdecimal()) if os.path.isdir(RUNS) else []
+
+
 def last_number():
-    return max((int(n) for n in os.listdir(RUNS) if n.isdecimal()), default=0) if os.path.isdir(RUNS) else 0
+    return max(numbers(), default=0)
+
+
+TEXTS = ("tag", "kind", "description", "commit", "parent", "short", "token", "started")
+OPTIONS = {"bar": None, "floor": None, "base": None, "margin": 0.0, "simpler": False, "prune": False, "remaining": 0, "file": None,
+           "on": None, "cores": None, "again": None, "times": 0, "ledger": 0}  # fmt: skip
 
 
 def read_turn(number):
-    return read_json(run_file(number, "turn.json")) if number else None
+    """turn.json of a run; None without one that is as it was written, since somebody may have edited it."""
+    turn = (read_json(run_file(number, "turn.json")) if number else None) or {}
+    whole = turn.get("number") == number and all(isinstance(turn.get(key), str) for key in TEXTS) and isinstance(turn.get("seed"), int)
+    numeric = all(isinstance(turn.get(key) or 0, (int, float)) for key in ("bar", "floor", "base", "margin", "remaining", "cores", "times"))
+    paths = all(isinstance(turn.get(key) or "", str) for key in ("on", "file"))
+    return OPTIONS | turn if whole and numeric and paths else None
+
+
+def read_verdict(number):
+    """verdict.json of a run; None without one that is as it was written."""
+    said = read_json(run_file(number, "verdict.json")) or {}
+    lines, following = said.get("lines"), said.get("next")
+    whole = isinstance(lines, list) and all(isinstance(line, str) for line in lines) and isinstance(following, (int, type(None)))
+    return said if whole and isinstance(said.get("code"), int) and isinstance(said.get("status"), (str, type(None))) else None
+
+
+def read_end(number):
+    """The outcome of a run, by which it can be judged; None while there is none that is whole."""
+    outcome = read_outcome(number)
+    state, reason, summary = outcome.get("state"), outcome.get("reason"), outcome.get("summary") or {}
+    if state == "valid":
+        timed = {"startup", "training", "evaluation", "total"} <= outcome["seconds"].keys()
+        return outcome if timed and isinstance(summary.get("val_bpb"), (int, float)) else None
+    return outcome if state in ("crash", "pruned", "environment", "stopped") and isinstance(reason, str) else None
 
 
 def read_outcome(number):
@@ -122,8 +156,16 @@ def tried():
         for line in f:
             with contextlib.suppress(ValueError):  # a line that was cut short
                 lines.append(json.loads(line))
-        keys = {"number", "tag", "kind", "commit", "seed", "digest", "changed"}
-        return [line for line in lines if isinstance(line, dict) and keys <= line.keys()]
+        kinds = {
+            "number": int,
+            "tag": str,
+            "kind": str,
+            "commit": str,
+            "seed": int,
+            "digest": (str, type(None)),
+            "changed": (list, type(None)),
+        }
+        return [line for line in lines if isinstance(line, dict) and all(isinstance(line.get(key, ...), kinds[key]) for key in kinds)]
     return []
 
 
@@ -154,7 +196,8 @@ def log_tail(number, count):
     path = run_file(number, "run.log")
     with contextlib.suppress(OSError), open(path, "rb") as f:
         f.seek(max(0, os.path.getsize(path) - 20_000))
-        lines = [line.rstrip() for line in re.split(r"[\r\n]+", f.read().decode("utf-8", "replace")) if line.strip()]
+        text = visible(re.sub(r"[\r\n]+", "\n", f.read().decode("utf-8", "replace")))
+        lines = [line.rstrip() for line in text.split("\n") if line.strip()]
         return [line if len(line) <= 160 else line[:80] + " … " + line[-70:] for line in lines[-count:]] if count else []
     return []
 

@@ -37,6 +37,12 @@ def score(row):
     return row["val_bpb"] if row["status"] != "crash" and 0 < row["val_bpb"] < 16 else None
 
 
+def key_of(row):
+    """What names the run of a row: its commit, and the seed of a repeat."""
+    seed = re.match(r"noise: seed (\d{1,18}) of ", row["description"])
+    return row["commit"], int(seed[1]) if seed else None
+
+
 def repair_ledger(unfinished):
     """Mend a last line that was torn by a crash or a full disk: whole rows get their end, a piece is cut off (and kept in runs/).
 
@@ -76,8 +82,11 @@ def noise_floor(rows):
 
 
 def settings_of(tag):
-    """What a series was begun with: seed, environment, cores; {} where that is gone."""
-    return read_json(os.path.join(RUNS, f"{tag}.json")) or {}
+    """What a series was begun with: seed, environment, cores; {} where that is gone, or not as it was written."""
+    settings = read_json(os.path.join(RUNS, f"{tag}.json")) or {}
+    given = settings.get("environment", {})
+    whole = isinstance(given, dict) and all(isinstance(value, str) for value in given.values())
+    return settings if whole and all(isinstance(settings.get(key, 1), int) for key in ("seed", "cores")) else {}
 
 
 class Series:
@@ -97,8 +106,7 @@ class Series:
 
     def number(self, row):
         """The run of a row; None if runs/ doesn't know it."""
-        seed = re.match(r"noise: seed (\d+) of ", row["description"])
-        return self.numbers.get((row["commit"], int(seed[1]) if seed else None))
+        return self.numbers.get(key_of(row))
 
     def best_mean(self):
         """(mean val_bpb, count) of the best's runs with all seeds; None where it has not been repeated."""

@@ -98,6 +98,25 @@ def boot_id():
     return (read_bytes("/proc/sys/kernel/random/boot_id") or b"").decode().strip()
 
 
+def namespace():
+    """Names the container: pids of another one mean other processes."""
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
+
+
+def leader_of(started, since):
+    """The first process of a run as process.json tells, where its pid means the same process here and now; None otherwise.
+
+    since: when the turn began. What is older is not of it, whoever has written the file.
+    """
+    if not isinstance(started, dict) or not all(str(started.get(key)).isdecimal() for key in ("pid", "start")):
+        return None
+    begun = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + int(started["start"]) / os.sysconf("SC_CLK_TCK")
+    same = (started.get("boot"), started.get("namespace")) == (boot_id(), namespace())
+    return started if same and begun > since - 60 else None
+
+
 def working_folder(pid):
     with contextlib.suppress(OSError):
         return os.readlink(f"/proc/{pid}/cwd")
@@ -112,6 +131,7 @@ def processes_of(token, leader):
     mark, mine = f"AUTORESEARCH_RUN={token}".encode(), {os.getpid()}
     every = [p for p in processes() if p["pid"] not in mine]
     reused = leader and any(p["pid"] == leader["pid"] and p["start"] != leader["start"] for p in every)
+    led = leader["pid"] if leader and not reused else None
     family, more = mine, mine
     while more:
         more = {p["pid"] for p in every if p["parent"] in more}
@@ -119,7 +139,7 @@ def processes_of(token, leader):
     for process in every:
         if process["state"] in "ZX":
             continue
-        ours = process["pid"] in family or bool(leader) and not reused and process["session"] == leader["pid"]
+        ours = process["pid"] in family or process["session"] == led and int(process["start"]) >= int(leader["start"])
         if not ours and process["state"] != "D":  # the environment of a process that hangs in the driver may not be readable either
             ours = mark in (read_bytes(f"/proc/{process['pid']}/environ") or b"").split(b"\0")
         if ours:

@@ -3,7 +3,7 @@
 import os
 
 from .branch import best_commit
-from .files import DOCUMENTS, STOPPED, Refusal, stop_requested
+from .files import DOCUMENTS, STOPPED, Refusal, numbers, read_turn, stop_requested
 from .ledger import Series
 from .recovery import recover
 from .repository import branch_of, changed_files, check_files, current_tag, git, resolve
@@ -35,7 +35,7 @@ def ready_series(on=None):
         if best and series.number(series.best):
             raise Refusal(f"{branch_of(tag)} was moved by hand and has lost its best: git merge {series.best['commit']} brings it back")
         raise Refusal(f"results.tsv is another series' (its best, {series.best['commit']}, is not on {branch_of(tag)}): move it into runs/")
-    check_branch(best, head)
+    check_branch(best, head, tag)
     check_files()
     return series, head
 
@@ -53,9 +53,20 @@ def adopt_settings(series):
     os.environ.update(begun)
 
 
-def check_branch(best, head):
+def kept_since(best, head, tag):
+    """The last run whose commit is on the branch after the best, in words; None where what is there was committed by hand."""
+    runs = git("for-each-ref", "--format=%(objectname) %(refname)", f"refs/autoresearch/{tag}/").splitlines()
+    known = {commit: name.rpartition("/")[2] for commit, _, name in (line.partition(" ") for line in runs)}
+    known |= {turn["commit"]: turn["number"] for turn in map(read_turn, numbers()) if turn and turn["tag"] == tag}
+    since = git("rev-list", f"{best}..{head}").split()
+    return next((f"run {known[commit]} ({commit[:7]})" for commit in since if commit in known), None)
+
+
+def check_branch(best, head, tag):
     """Refuse where something that affects runs was committed to the branch by hand."""
     changed = changed_files(best, head) if head != best else []
+    if "train.py" in changed and (lost := kept_since(best, head, tag)):
+        raise Refusal(f"{branch_of(tag)} holds {lost}, and results.tsv has no row of it: bring that row back, or begin another tag")
     if "train.py" in changed:
         raise Refusal(
             f"train.py was committed by hand, and `try` does that: git reset --soft {best[:10]} takes the commit back, not the edit"

@@ -1,62 +1,108 @@
 """Finishing a turn, and recovering from a crash: the same code. Each step is there already or is done now."""
 
+import contextlib
+import datetime
 import glob
 import os
+import re
 import shutil
+import sys
+import time
 
+from harness.common.text import visible
+
+from .audit import audit, remember, row_in
 from .branch import best_commit, give_back, keep, merged, program_of
 from .files import (
     HEADER,
     LEDGER,
     LIMITS,
+    ROOT,
     RUNS,
     Refusal,
     append_line,
     read_bytes,
+    read_end,
     read_json,
     read_turn,
     run_file,
     stop_requested,
     tried,
+    write_file,
     write_json,
 )
-from .ledger import Series, repair_ledger
-from .processes import boot_id, end_processes, is_supervised, lock_file, unkillable
+from .ledger import Series, key_of, repair_ledger
+from .processes import end_processes, is_supervised, leader_of, lock_file, unkillable
 from .proposal import check_program, digest_of, parse
 from .repository import branch_of, current_tag, git, git_file, remove_tree, resolve
 from .turns import check_untried, detach, end_state, last_local, propose, reference_of, standing, unfinished, write_outcome
 from .verdict import row_text, verdict, verdict_lines
 
 
-def recover():
-    """Finish each turn that has ended and is not finished. Returns the turns that are under way. The state lock is held."""
-    for leftover in glob.glob(os.path.join(glob.escape(RUNS), "new*")):
-        shutil.rmtree(leftover, ignore_errors=True)
+def recover(ending=None, notes=(), lenient=False):
+    """Finish each turn that has ended and is not finished. Returns the turns that are under way. The state lock is held.
+
+    ending: the number of the turn whose supervisor calls, notes: what its verdict has to say.
+    lenient: say what is in the way and go on, as far as that goes, instead of refusing.
+    """
+    sweep()
     running, ended = [], []
-    for turn in unfinished():
+    turns, damaged = unfinished()
+    for turn in turns:
         number = turn["number"]
-        alive = is_supervised(number)  # asked first: a supervisor that ends leaves an outcome
-        if read_json(run_file(number, "outcome.json")):
+        # Asked first: a supervisor that ends leaves an outcome. While one lives, the run itself may have written what is there.
+        if number != ending and is_supervised(number):
+            running.append(turn)
+        elif resolve(f"{turn['commit']}^{{commit}}") is None and resolve("HEAD"):
+            write_outcome(turn, (read_end(number) or cut_short(turn)) | end_state("stopped", "its commit is gone from git"))
             ended.append(turn)
-        elif alive or turn["on"] and revive(turn):
+        elif read_end(number):
+            ended.append(turn)
+        elif turn["on"] and revive(turn):
             running.append(turn)
         else:
             git("update-ref", reference_of(turn), turn["commit"])
             write_outcome(turn, cut_short(turn))
             ended.append(turn)
-    repair_ledger({turn["short"] for turn in ended})
-    for turn in ended:
-        finish(turn)
+    try:
+        repair_ledger({turn["short"] for turn in ended})
+        said = audit(ended[-1]["tag"] if ended else None)
+        if said:
+            print(said)
+        for turn in ended:
+            finish(turn, [*filter(None, [said]), *(notes if turn["number"] == ending else ())])
+            said = None
+        remember()
+        if damaged:
+            raise Refusal(f"{run_file(damaged[0], 'turn.json')} is missing or damaged: move runs/{damaged[0]} away")
+    except Refusal as e:
+        if not lenient:
+            raise
+        print(f"experiment.py: {e}", file=sys.stderr)
     last = last_local()
     if last and last["remaining"] and last not in running and is_supervised(last["number"]):  # it starts the next repeat
         running.append(last)
     return running
 
 
-def finish(turn):
+def sweep():
+    """Remove what a command that was killed has left: a turn that was half written down, files that had not got their names."""
+    for leftover in glob.glob(os.path.join(glob.escape(RUNS), "new*")):
+        shutil.rmtree(leftover, ignore_errors=True)
+    runs = glob.escape(RUNS)
+    for path in (p for form in (f"{runs}/*.tmp", f"{runs}/*/*.tmp", f"{glob.escape(ROOT)}/*.tmp") for p in glob.glob(form)):
+        writer = re.search(r"\.(\d+)\.tmp$", path)
+        with contextlib.suppress(FileNotFoundError):
+            if writer and (not os.path.exists(f"/proc/{writer[1]}") or time.time() - os.stat(path).st_mtime > 3600):
+                os.remove(path)
+
+
+def finish(turn, notes=()):
     """Everything between an outcome and a finished turn, as far as it is not done: row, branch, train.py, verdict.json."""
-    number, outcome = turn["number"], read_json(run_file(turn["number"], "outcome.json"))
+    number, outcome = turn["number"], read_end(turn["number"])
+    notes, following = [*notes], None
     if "outdated" not in turn:  # written down before the row, so that a verdict stays what it was
+        notes += filter(None, [strike(turn)])
         series = Series(turn["tag"])
         if series.best:
             turn |= standing(series)
@@ -64,12 +110,11 @@ def finish(turn):
         turn["outdated"] = outdated
         write_json(run_file(number, "turn.json"), turn)
     status = verdict(turn, outcome)
-    notes, following = [], None
     if status:
         row = row_text(turn, outcome, status)
         if not read_bytes(LEDGER):
             append_line(LEDGER, HEADER)
-        if row not in (read_bytes(LEDGER) or b"")[turn["ledger"] :].decode("utf-8", "replace").splitlines(keepends=True):
+        if not rows_of(turn):
             append_line(LEDGER, row)
         if status == "keep":
             notes += filter(None, [keep(turn)])
@@ -84,7 +129,24 @@ def finish(turn):
     if turn["on"] is None:
         remove_tree()
     lines, code = verdict_lines(turn, outcome, status, notes)
+    lines = [visible(" ".join(line.splitlines())) for line in lines]
     write_json(run_file(number, "verdict.json"), {"status": status, "code": code, "lines": lines, "next": following})
+
+
+def rows_of(turn):
+    """The lines of the ledger that are a row of this turn."""
+    key = turn["short"], turn["seed"] if turn["kind"] == "noise" else None
+    lines = (read_bytes(LEDGER) or b"").splitlines(keepends=True)
+    return [line for line in lines if (row := row_in(line)) and key_of(row) == key]
+
+
+def strike(turn):
+    """Take out the rows that are there before a turn is judged: the run wrote them. Returns a line for the verdict, or None."""
+    forged = rows_of(turn)
+    if not forged:
+        return None
+    write_file(LEDGER, b"".join(line for line in read_bytes(LEDGER).splitlines(keepends=True) if line not in forged), 0o644)
+    return f"results.tsv had a row for this run before it was judged, which is taken out: {forged[0].decode('utf-8', 'replace').strip()}"
 
 
 def try_again(turn):
@@ -137,7 +199,7 @@ def cut_short(turn):
     """The outcome of a turn whose supervisor was killed, after what it has left is ended."""
     number = turn["number"]
     started = read_json(run_file(number, "process.json"))
-    leader = started if started and started["boot"] == boot_id() else None
+    leader = leader_of(started, datetime.datetime.fromisoformat(turn["started"]).timestamp())
     left = end_processes(turn["token"], leader, LIMITS["grace"])
     reason = "its supervisor was killed" if started or turn["on"] else "it was killed before it started"
     outcome = end_state("environment", unkillable(left)) if left else end_state("stopped", reason)

@@ -20,6 +20,13 @@ DURABLE = (
     "core.fsyncObjectFiles=true",
 )  # what git writes reaches the disk; the second is for git before 2.36
 
+DISK = re.compile(
+    "No space left|quota exceeded|Out of diskspace|Read-only file system|Input/output error|write error|insufficient permission|"
+    "(unable|failed|could not|couldn't|cannot) (to )?(write|append|flush|fsync|close)|Permission denied"
+)  # in git's words
+FILTERING = ("status", "cat-file", "worktree", "diff", "hash-object", "update-index", "archive")
+SAFE = ("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false")  # a run may have written into .git/config what git would execute
+
 
 def git(*arguments, data=None, env=None, check=True, cwd=ROOT):
     """What git prints, without the last line break; with check=False None where it fails. Hooks don't run."""
@@ -30,10 +37,10 @@ def git(*arguments, data=None, env=None, check=True, cwd=ROOT):
 def git_bytes(*arguments, data=None, env=None, check=True, cwd=ROOT):
     """The same, to the byte."""
     durable = DURABLE if arguments[0] in ("hash-object", "write-tree", "commit-tree", "update-ref") else ()
-    command = ["git", "-c", "core.hooksPath=/dev/null", *durable, *arguments]
-    environment = (
-        {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"} | (env or {})
-    )
+    diff = ("--no-ext-diff", "--no-textconv") if arguments[0] == "diff" else ()
+    command = ["git", *SAFE, *durable, arguments[0], *diff, *arguments[1:]]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}
+    environment |= (without_filters(environment) if arguments[0] in FILTERING else {}) | (env or {})
     options = {"input": data} if data is not None else {"stdin": subprocess.DEVNULL}
     for _ in range(60):
         try:
@@ -49,9 +56,27 @@ def git_bytes(*arguments, data=None, env=None, check=True, cwd=ROOT):
     if not check:
         return None
     lines = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()] or [f"exit code {done.returncode}"]
-    disk = any(re.search("No space left|quota exceeded|Out of diskspace", line) for line in lines)
     said = next((line for line in lines if not line.startswith(("warning:", "hint:"))), lines[0])
-    raise Refusal(f"git {arguments[0]}: {said}", ENVIRONMENT if disk else REFUSED)
+    raise Refusal(f"git {arguments[0]}: {said}", ENVIRONMENT if any(map(DISK.search, lines)) else REFUSED)
+
+
+def without_filters(environment):
+    """What turns off the filters of the checkout's own .git/config, git-lfs aside: a run may have put them there."""
+    config = [read_bytes(os.path.join(ROOT, ".git", name)) for name in ("config", "config.worktree")]
+    own = (config[0] or b"filter") + (config[1] or b"")
+    if not re.search(b"filter|include", own, re.I):
+        return {}
+    found = {}
+    for scope in ("--local", "--worktree"):
+        command = ["git", "config", scope, "--includes", "--null", "--get-regexp", r"^filter\."]
+        with contextlib.suppress(FileNotFoundError):
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, env=environment, stdin=subprocess.DEVNULL)
+            for entry in os.fsdecode(done.stdout).split("\0"):
+                key, _, value = entry.partition("\n")
+                if key and not re.match(r"git-lfs [\w% -]+$", value):
+                    found[key] = "false" if key.endswith(".required") else ""
+    pairs = {f"GIT_CONFIG_{what}_{i}": text for i, pair in enumerate(found.items()) for what, text in zip(("KEY", "VALUE"), pair)}
+    return pairs | {"GIT_CONFIG_COUNT": str(len(found))}
 
 
 def check_repository():
@@ -109,7 +134,9 @@ def remove_if_stale(lock):
     """Wait a little for a lock file of git; one that a killed git has left is removed: it is old, and no git runs that could own it."""
     with contextlib.suppress(FileNotFoundError):
         here = (p["pid"] for p in processes() if p["name"].startswith("git"))
-        if time.time() - os.stat(lock).st_mtime > 2 and not any(working_folder(pid).startswith(ROOT) for pid in here):
+        # One that is from the future was made when the clock was wrong.
+        old = not 0 <= time.time() - os.stat(lock).st_mtime <= 2
+        if old and not any(f"{working_folder(pid)}/".startswith(f"{ROOT}/") for pid in here):
             os.remove(lock)
             print(f"removed {lock}, left by a git that was killed")
             return

@@ -13,9 +13,11 @@ import time
 
 from harness.common.hardware import gpu_hardware
 from harness.common.protocol import WARMUP_STEPS
+from harness.common.text import visible
 
-from .files import ENVIRONMENT, LIMITS, ROOT, Refusal, last_words, log_tail, read_json, run_file
-from .processes import boot_id, cache_folder, check_disk, end_processes, processes, unkillable
+from .files import ENVIRONMENT, LIMITS, last_words, log_tail, read_json, run_file
+from .machine import disk_fault, gpu_fault, look
+from .processes import boot_id, cache_folder, end_processes, namespace, processes, unkillable
 
 
 class Log:
@@ -58,7 +60,7 @@ class Reader:
         if len(self.rest) > 65536:  # a line without end
             self.rest = self.rest[-1024:]
         for line in lines:
-            self.line(line.decode("utf-8", "replace"))
+            self.line(visible(line.decode("utf-8", "replace")))
 
     def line(self, text):
         now = time.monotonic()
@@ -174,7 +176,7 @@ def follow(command, cwd, env, token, log, reader, gpu, started):
                              stderr=subprocess.STDOUT, start_new_session=True, pass_fds=[gpu] if gpu >= 0 else [],
                              preexec_fn=die_with_parent)  # fmt: skip
     leader = next((p for p in processes() if p["pid"] == child.pid), None)
-    leader = {"pid": child.pid, "start": leader["start"], "boot": boot_id()} if leader else None
+    leader = {"pid": child.pid, "start": leader["start"], "boot": boot_id(), "namespace": namespace()} if leader else None
     with open(started, "w") as f:
         json.dump(leader, f)
     pipe = child.stdout.fileno()
@@ -300,23 +302,23 @@ def blame_machine(state, reason, number):
     if state != "crash" or reason.startswith("invalid"):
         return state, reason
     end = "\n".join(log_tail(number, 40))
-    if re.search("No space left on device|Disk quota exceeded", end):
-        try:
-            check_disk()
-        except Refusal as e:
-            return "environment", str(e)
+    fault = disk_fault() if re.search("No space left on device|Disk quota exceeded", end) else None
     suspicious = re.search(r"\b(HIP|CUDA|hip|cuda|HSA|NVML|ROCm)\b|hipError|cudaError", end) or reason.startswith("it hung")
-    if suspicious and gpu_hardware():
-        python = os.path.join(ROOT, "venv", "bin", "python")
-        probe = [python, "-W", "ignore", "-c", "import torch; assert torch.ones(64, device='cuda').sum().item() == 64"]
-        try:
-            done = subprocess.run(probe, capture_output=True, text=True, timeout=LIMITS["silence"])
-            if done.returncode:
-                said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-                return "environment", f"the GPU no longer works, for any program: {said[:200]} (a reboot may help)"
-        except subprocess.TimeoutExpired:
-            return "environment", "the GPU no longer answers, to any program: reboot the machine"
-    return state, reason
+    fault = fault or suspicious and gpu_fault()
+    return ("environment", fault) if fault else (state, reason)
+
+
+def believed(state, reason, reader, expected, environment):
+    """An end as far as it is true: what has trained says no more of the machine than the harness finds, nor that somebody stopped it."""
+    if state == "stopped" and not interrupted:
+        until = time.monotonic() + 2  # whoever ends everything at once has told this process too
+        while time.monotonic() < until and not interrupted:
+            time.sleep(0.05)
+        return (state, reason) if interrupted else ("crash", "it was ended by a signal, and nobody has told its supervisor")
+    if state != "environment" or not reader.first_step:
+        return state, reason
+    fault = disk_fault() or gpu_fault() or look(expected, environment)
+    return (state, f"{reason} ({fault})") if fault else ("crash", f"it says that the machine is at fault, which is in order: {reason}")
 
 
 def measure(turn, tree, environment, expected, log, gpu):
@@ -336,7 +338,7 @@ def measure(turn, tree, environment, expected, log, gpu):
     busy, had = cpu_times()[0] - busy, cpu_times()[1] - had
     ours = sum(os.times()[:4]) - ours
     end = judge(turn, reader, code, why, expected)
-    end = ("environment", unkillable(left)) if left else blame_machine(*end, number)
+    end = blame_machine(*believed(*end, reader, expected, environment), number) if not left else ("environment", unkillable(left))
     summary = reader.summaries[-1] if reader.summaries else None
     return end, dict(
         seconds=reader.seconds(),

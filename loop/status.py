@@ -21,7 +21,7 @@ from .waiting import progress_of
 
 def command_status(arguments):
     with state_lock():
-        running = recover()
+        running = recover(lenient=True)
     tag = current_tag()
     if tag is None:
         print(json.dumps({"tag": None}) if arguments.json else NO_SERIES)

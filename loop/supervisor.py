@@ -6,7 +6,7 @@ import signal
 import subprocess
 import traceback
 
-from .files import LIMITS, ROOT, RUNS, TREE, Refusal, last_words, read_turn, run_file, stop_requested
+from .files import LIMITS, ROOT, RUNS, TREE, Refusal, last_words, now_text, read_turn, run_file, stop_requested, write_json
 from .ledger import Series
 from .processes import cache_folder, lock_file, state_lock
 from .recovery import recover
@@ -55,6 +55,8 @@ def supervise(number, alive, gpu):
     gpu: the descriptor of the GPU's lock; -1 for a run elsewhere.
     """
     turn = read_turn(number)
+    if turn is None:
+        return  # whoever asks next says so
     LIBC.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what the run leaves behind becomes ours, and is ended
 
     def told(which, frame):
@@ -75,12 +77,22 @@ def supervise(number, alive, gpu):
     except Exception as e:
         traceback.print_exc()
         state, reason, facts = "environment", f"experiment.py itself failed: {type(e).__name__}: {e} (runs/{number}/supervisor.log)", {}
+    # What the run itself has written of its turn does not count: this process knows what it was to do, and what came of it.
+    notes = []
+    if read_turn(number) != turn:
+        notes.append("turn.json was changed during the run: put back, and not believed")
+        write_json(run_file(number, "turn.json"), turn)
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(run_file(number, "verdict.json"))
+        notes.append("verdict.json was there before the run had ended: not believed")
     write_outcome(turn, end_state(state, reason) | facts)
     if gpu >= 0:
         os.close(gpu)
     with state_lock():
-        if not os.path.exists(run_file(number, "verdict.json")):
-            recover()
+        try:
+            recover(ending=number, notes=notes)
+        except (Refusal, OSError) as e:
+            print(f"{now_text()} {e}", flush=True)  # whoever waits is told the same
         goes_on = turn["remaining"] and state == "valid" and not stop_requested()
         if goes_on and (last_local() or turn)["number"] == number and current_tag() == turn["tag"]:
             start_noise(Series(turn["tag"]), turn["remaining"], before=turn)

@@ -5,6 +5,8 @@ import json
 import os
 import sys
 
+from harness.common.text import visible
+
 from .branch import best_commit, score_of
 from .files import (
     LEDGER,
@@ -14,8 +16,9 @@ from .files import (
     append_line,
     last_number,
     now_text,
-    read_json,
+    numbers,
     read_turn,
+    read_verdict,
     run_file,
     sync_folder,
     write_file,
@@ -59,19 +62,23 @@ def check_untried(series, digest, best):
 
 
 def unfinished():
-    """Turns without a verdict, those first whose verdict was on its way: what it was judged against must not change."""
+    """(turns without a verdict, the numbers of those that are damaged).
+
+    Those come first whose verdict was on its way: what it was judged against must not change.
+    """
     last = last_number()
-    numbers = sorted(int(n) for n in os.listdir(RUNS) if n.isdecimal()) if last else []
-    turns = []
-    for number in numbers:
-        path = run_file(number, "verdict.json")
-        if os.path.exists(path) and (number != last or read_json(path)):  # one that is damaged is made again
+    turns, damaged = [], []
+    for number in numbers():
+        if os.path.exists(run_file(number, "verdict.json")) and (
+            number != last or read_verdict(number)
+        ):  # one that is damaged is made again
             continue
         turn = read_turn(number)
         if turn is None:
-            raise Refusal(f"{run_file(number, 'turn.json')} is missing or damaged: move runs/{number} away")
-        turns.append(turn)
-    return sorted(turns, key=lambda turn: "outdated" not in turn)
+            damaged.append(number)
+        else:
+            turns.append(turn)
+    return sorted(turns, key=lambda turn: "outdated" not in turn), damaged
 
 
 def last_local():
@@ -88,6 +95,7 @@ def end_state(state, reason):
 def write_outcome(turn, outcome):
     copied = ("number", "tag", "kind", "description", "commit", "parent", "seed", "started")
     empty = dict(seconds={}, exit_code=None, signal=None, state=None, reason=None, summary=None, losses=[], device=None, versions={})
+    outcome = outcome | {"reason": visible(outcome["reason"]) if outcome["reason"] else None}
     write_json(run_file(turn["number"], "outcome.json"), {key: turn[key] for key in copied} | empty | outcome)
 
 
@@ -120,13 +128,13 @@ def start_turn(series, kind, description, commit, parent, source, seed, **more):
     os.mkdir(folder)
     write_json(os.path.join(folder, "turn.json"), turn)
     write_file(os.path.join(folder, "train.py"), source)
-    diff = git("diff", "--no-color", "--no-ext-diff", parent, commit, "--", "train.py")
+    diff = git("diff", "--no-color", parent, commit, "--", "train.py")
     with open(os.path.join(folder, "change.diff"), "wb") as f:
         f.write(diff.encode("utf-8", "surrogateescape") + b"\n" * bool(diff))
     alive = lock_file(os.path.join(folder, "alive"))
+    git("update-ref", reference_of(turn), turn["commit"])  # first: a turn whose commit git has collected could never be finished
     os.rename(folder, os.path.join(RUNS, str(number)))
     sync_folder(RUNS)
-    git("update-ref", reference_of(turn), turn["commit"])
     detach(number, alive, gpu)
     os.close(alive)
     if gpu >= 0:

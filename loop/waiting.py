@@ -13,8 +13,8 @@ from .files import (
     last_number,
     last_words,
     log_tail,
-    read_json,
     read_turn,
+    read_verdict,
     run_file,
     tried,
     write_file,
@@ -34,11 +34,11 @@ def wait_for(seconds, numbers=None, first=False):
     until, pause, codes = time.monotonic() + seconds, 0.02, []
     if not last_number():
         raise Refusal("nothing has been run yet")
-    pending = list(numbers or sorted({*untold(), *(turn["number"] for turn in unfinished())}) or [last_number()])
+    pending = list(numbers or sorted({*untold(), *(turn["number"] for turn in unfinished()[0])}) or [last_number()])
     several = len(pending) > 1
     while pending:
         for number in list(pending):
-            said = read_json(run_file(number, "verdict.json"))
+            said = read_verdict(number)
             if said:
                 print("\n".join(said["lines"]), flush=True)
                 write_file(run_file(number, "told"), b"")
@@ -72,7 +72,7 @@ def untold():
 def next_repeat(number):
     """The run that goes on with the repeats which this one belongs to; None where it was the last."""
     turn = read_turn(number)
-    while turn["remaining"]:
+    while turn and turn["remaining"]:
         alive = is_supervised(number)  # asked first: it starts the next one and ends
         for line in tried():
             if line["number"] > number and line["kind"] == "noise" and line["commit"] == turn["short"]:
@@ -85,7 +85,7 @@ def next_repeat(number):
 
 def progress_of(number):
     """How far a run is, and in a cluster where, in words."""
-    on = read_turn(number)["on"]
+    on = (read_turn(number) or {}).get("on")
     place = cluster.where(number) if on else None
     return place if place == "queued" else ", ".join(filter(None, [place, progress_in_log(number)]))
 

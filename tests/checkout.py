@@ -32,7 +32,14 @@ def fingerprint():
     except FileNotFoundError:
         raise DataError("there is no data: python prepare.py") from None
 """
-MACHINE = "def find_device():\n    return None\n\ndef peak_flops(device):\n    return None, 'CPU'\n"
+MACHINE = """import os
+
+def find_device():
+    return None
+
+def peak_flops(device):
+    return None, os.environ.get("STANDIN_DEVICE", "CPU")
+"""
 
 
 class Checkout:
@@ -102,14 +109,16 @@ class Checkout:
         assert code is None or process.returncode == code, (process.returncode, output)
         return output
 
-    def edit(self, behaviour="", **constants):
-        """Change train.py as a researcher would."""
+    def edit(self, behaviour="", first="", **constants):
+        """Change train.py as a researcher would. behaviour: what it does once it has trained, first: before its first step."""
         text = self.train.read_text()
         for name, value in constants.items():
             text, count = re.subn(rf"^{name} = .*", f"{name} = {value!r}", text, flags=re.M)
             assert count == 1
         if behaviour:
             text = text.replace('    """Nothing; experiments write here what goes wrong."""\n', f"    {behaviour}\n")
+        if first:
+            text = text.replace("    time.sleep(SECONDS / 2)\n", f"    {first}\n    time.sleep(SECONDS / 2)\n", 1)
         self.train.write_text(text)
         return text
 

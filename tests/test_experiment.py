@@ -337,7 +337,7 @@ def test_one_run_a_gpu(series, tmp_path):
 
 
 def test_environment_failure_is_not_the_idea(series):
-    text = series.edit('print("FAIL: no GPU to be seen", file=sys.stderr); sys.exit(3)', VALUE=1.9)
+    text = series.edit(first='print("FAIL: no GPU to be seen", file=sys.stderr); sys.exit(3)', VALUE=1.9)
     for _ in range(2):  # it is not "tried already"
         output = series.call("try", "good idea", code=3)
         assert "ENVIRONMENT" in output and "no GPU to be seen" in output and "End the loop" in output
@@ -392,13 +392,15 @@ print(left, processes.unkillable(left), processes.end_processes("0123", None, gr
 
 
 def test_changed_data_is_not_compared(series):
+    facts = series.folder.parent / "cache/demo/data/dataset.json"
+    facts.write_text(facts.read_text().replace("0123456789ab", "another"))
     series.edit(FINGERPRINT="another", VALUE=1.9)
     assert "the data has changed" in series.call("try", "x", code=3) and len(series.rows) == 1
 
 
 def test_another_kind_of_device_is_not_compared(series):
     series.train.write_text(series.edit(VALUE=1.9).replace('device="CPU"', 'device="NVIDIA H200"'))
-    output = series.call("try", "x", code=3)
+    output = series.call("try", "x", code=3, STANDIN_DEVICE="NVIDIA H200")
     assert "device NVIDIA H200, the baseline's was CPU: their numbers don't compare" in output and len(series.rows) == 1
 
 
@@ -504,6 +506,10 @@ CRASHES = {
     "does not end": ("from threading import Thread; Thread(target=time.sleep, args=(60,)).start()", "did not end within 0.5 s"),
     "trains forever": ("[print('.', flush=True) or time.sleep(0.1) for _ in range(600)]", "training had not ended 2 s after the start"),
     "out of memory": ("os.kill(os.getpid(), 9)", "killed by the kernel"),
+    "says that the machine is at fault": ("print('FAIL: no GPU'); sys.exit(3)", "the machine is at fault, which is in order: no GPU"),
+    "speaks as run.sh does": ("print('autoresearch: no space'); sys.exit(1)", "which is in order: autoresearch: no space"),
+    "says that the data is another": ("globals().update(FINGERPRINT='another')", "which is in order: fingerprint another"),
+    "ends itself": ("os.kill(os.getpid(), 15)", "it was ended by a signal, and nobody has told its supervisor"),
     "segmentation fault": ("os.kill(os.getpid(), 11)", "(signal SIGSEGV)"),
 }  # fmt: skip
 PATIENCE = {  # less than usual, where it is what ends the run: a machine that is busy takes a second for a process
@@ -676,7 +682,7 @@ def test_torn_ledger_lines(series):
     assert "abcdef1\t1.5000" in (series.folder / "runs/torn.txt").read_text()
     ledger.write_text("commit\tval_b")  # the disk was full at the first row
     series.edit(VALUE=2.1)
-    assert "no baseline yet" in series.call("try", "x", code=2) and ledger.read_text() == ""
+    assert "results.tsv was missing and is made again from runs/: 1 row\n" in series.call("status") and ledger.read_text() == whole
     ledger.write_text(whole.rstrip("\n"))
     series.call("status")
     assert ledger.read_text() == whole, "a whole row whose line break an editor took"

@@ -21,7 +21,7 @@ from checkout import Checkout, Kill, helper, wait_until
 from conftest import PROJECT
 from head import Head
 
-from loop import branch, files, recovery, repository, turns, verdict
+from loop import branch, files, machine, recovery, repository, turns, verdict
 from loop.processes import lock_file, processes
 from loop.remote import cluster, node
 
@@ -550,8 +550,9 @@ def test_a_node_without_a_venv(monkeypatch, capfd):
 def test_what_a_node_says_of_itself(monkeypatch, tmp_path, fit, said):
     (tmp_path / "venv/bin").mkdir(parents=True)
     (tmp_path / "venv/bin/python").symlink_to(os.path.realpath(sys.executable))
-    monkeypatch.setattr(node, "ROOT", str(tmp_path))
-    monkeypatch.setattr(node, "FIT", fit)
+    monkeypatch.setattr(machine, "ROOT", str(tmp_path))
+    monkeypatch.setattr(machine, "PYTHON", str(tmp_path / "venv/bin/python"))
+    monkeypatch.setattr(machine, "FIT", fit)
     monkeypatch.setitem(files.LIMITS, "silence", 5 if said and "0.5" not in said else 0.5)
     monkeypatch.chdir(tmp_path)
     assert node.look({"fingerprint": "a", "device": "NVIDIA H200"}) == said

@@ -18,6 +18,8 @@ import subprocess
 import time
 import urllib.parse
 
+from harness.common.text import visible
+
 from ..files import ENVIRONMENT, LIMITS, ROOT, Refusal, now_text, read_bytes, read_json, run_file, seconds_text, write_file, write_json
 from ..ledger import settings_of
 from ..processes import cache_folder
@@ -77,12 +79,12 @@ def ask(address, path, method="GET", timeout=20):
     except urllib.error.HTTPError as e:
         if e.code == 404:
             raise Unknown(path) from None
-        said = " ".join(e.read(300).decode("utf-8", "replace").split())
+        said = visible(" ".join(e.read(300).decode("utf-8", "replace").split()))
         if e.code in (401, 403):
             raise Denied(f"Ray at {address} wants its token ({said}): the same ~/.ray/auth_token on every machine", ENVIRONMENT) from None
         raise Unreachable(f"Ray at {address} answers {e.code}: {said}") from None
     except (OSError, ValueError, http.client.HTTPException) as e:
-        raise Unreachable(f"no Ray answers at {address} ({getattr(e, 'reason', e)})") from None
+        raise Unreachable(visible(f"no Ray answers at {address} ({getattr(e, 'reason', e)})")) from None
 
 
 def is_near(address):
@@ -228,7 +230,7 @@ def send(job):
     except subprocess.TimeoutExpired:
         raise Unreachable(f"Ray at {job['address']} took no job in 300 s") from None
     if done.returncode:
-        raise Unreachable((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300])
+        raise Unreachable(visible((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]))
 
 
 # ---------------------------------------------------------------------------
@@ -243,7 +245,7 @@ def run(turn, expected):
     another device) is passed over, which does not count. Where this process is killed, the next one goes on with the job that was sent.
     """
     path = run_file(turn["number"], "cluster.json")
-    place = read_json(path) or {"address": turn["on"], "attempts": [], "passed_over": {}}
+    place = place_of(turn["number"]) or {"address": turn["on"], "attempts": [], "passed_over": {}}
     begun, silent = time.monotonic(), None  # silent: since when nothing has been heard
     while True:
         attempts = place["attempts"]
@@ -366,7 +368,7 @@ def watch(turn, expected, place, attempt, path):
                 return "waits", "no node was free, and Ray gave it up: it is sent again"
             if status == "STOPPED":
                 return "stopped", "it was stopped through Ray"
-            return "lost", " ".join((about.get("message") or "it ended without an answer").partition(":")[0].split())
+            return "lost", visible(" ".join((about.get("message") or "it ended without an answer").partition(":")[0].split()))
         if status == "RUNNING":
             running = running or now
             if now - running > limit:
@@ -451,9 +453,17 @@ def lines(about):
     ]
 
 
+def place_of(number):
+    """cluster.json of a run; None without one that is as it was written."""
+    place = read_json(run_file(number, "cluster.json")) or {}
+    attempts, passed = place.get("attempts"), place.get("passed_over")
+    whole = isinstance(attempts, list) and all(isinstance(a, dict) and isinstance(a.get("id"), str) for a in attempts)
+    return place if whole and isinstance(passed, dict) and isinstance(place.get("address"), str) else None
+
+
 def where(number):
     """Where a run in a cluster is, in words."""
-    attempts = (read_json(run_file(number, "cluster.json")) or {}).get("attempts")
+    attempts = (place_of(number) or {}).get("attempts")
     if not attempts or attempts[-1].get("status") in (None, "PENDING"):
         return "queued"
     return f"on {attempts[-1].get('node')}" + (f", attempt {len(attempts)}" if len(attempts) > 1 else "")

@@ -11,26 +11,14 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 
 from ..files import LIMITS, ROOT, Refusal, read_bytes, run_file
+from ..machine import look
 from ..processes import cache_folder, gpu_name, take_gpu
 from ..run import LIBC, Log, interrupted, measure
 
 ANSWER = "autoresearch answers: "
-
-# What the node would train on, in a process of its own: importing torch takes seconds and may crash.
-FIT = """
-import json, sys
-import prepare
-from harness import machine
-try:
-    fingerprint = prepare.fingerprint()
-except prepare.DataError as e:
-    sys.exit(str(e))
-print(json.dumps({"fingerprint": fingerprint, "device": machine.peak_flops(machine.find_device())[1]}))
-"""
 
 
 class Echo(Log):
@@ -80,21 +68,6 @@ def move_in(turn):
         os.set_inheritable(gpu, True)
     os.chdir(place)
     os.execv(sys.executable, [sys.executable, "-m", "loop.remote.node", str(gpu)])
-
-
-def look(expected):
-    """Why this node can't do the run, None if it can."""
-    try:
-        command = [os.path.join("venv", "bin", "python"), "-c", FIT]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMITS["silence"])
-    except subprocess.TimeoutExpired:
-        return f"torch had not found a device after {LIMITS['silence']:g} s"
-    said = (done.stdout + done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
-    if done.returncode:
-        return said[-1].removeprefix("FAIL: ")[:300]
-    found = json.loads(done.stdout.splitlines()[-1])
-    differs = [f"{key} {found[key]} and not {expected[key]}" for key in found if expected[key] not in (None, found[key])]
-    return ", ".join(differs) or None
 
 
 def contents():
