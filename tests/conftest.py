@@ -25,7 +25,7 @@ for name in (
     "PYTHONUNBUFFERED",  # users have it not, and it hides what is lost in a buffer
 ):
     os.environ.pop(name, None)
-sys.path[:0] = [str(PROJECT), str(Path(__file__).parent)]
+sys.path[:0] = [str(PROJECT), str(Path(__file__).parent / "helpers")]
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
@@ -71,7 +71,7 @@ def pytest_testnodedown(node):
 
 
 def pytest_sessionfinish(session, exitstatus):
-    """What only the interpreter ran is compiled: tests/specializations.py. Not after Ctrl-C: who ends the tests waits for no compiler."""
+    """What only the interpreter ran is compiled: helpers/specializations.py. Not after Ctrl-C: who ends the tests waits for no compiler."""
     config = session.config
     LAUNCHES.update(config.launches.seen if hasattr(config, "launches") else {})
     if hasattr(config, "workeroutput"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from specializations import cover, features
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parents[1]
 
 KERNEL = """
 import torch, triton
@@ -47,9 +47,9 @@ def planted(tmp_path, tests, *workers):
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels/__init__.py").write_text("")
     (tmp_path / "kernels/planted.py").write_text(KERNEL)
-    (tmp_path / "tests").mkdir()
-    for name in ("conftest.py", "specializations.py"):
-        shutil.copy(HERE / name, tmp_path / "tests")
+    for name in ("conftest.py", "helpers/specializations.py"):
+        (tmp_path / "tests" / name).parent.mkdir(exist_ok=True, parents=True)
+        shutil.copy(FOLDER / name, tmp_path / "tests" / name)
     (tmp_path / "tests/test_it.py").write_text(tests)
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *workers, "tests"]

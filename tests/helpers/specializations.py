@@ -9,7 +9,7 @@ All the way to machine code (LLVM for gfx1151, ptxas for sm_90) go those that ar
 value of every option there once for each kernel, sizes aside, for both; with `--compile-all` everything does, which takes minutes. Triton's
 cache and one beside it keep what was compiled.
 
-    python tests/specializations.py gfx1151     # what the tests start: reads JSON, prints a line of JSON for each failure
+    python tests/helpers/specializations.py gfx1151     # what the tests start: reads JSON, prints a line of JSON for each failure
 """
 
 import importlib
@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-PROJECT = Path(__file__).resolve().parent.parent
+PROJECT = Path(__file__).resolve().parents[2]
 TARGETS = {"gfx1151": ("hip", "gfx1151", 32), "sm_90": ("cuda", 90, 32)}
 TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64", "bool": "i1",
          "int64": "i64", "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8"}  # fmt: skip

@@ -1,7 +1,7 @@
 """
 analysis.ipynb, executed: it answers whatever is in results.tsv. It is committed with what it says of sample/.
 
-    python tests/test_notebook.py        # write those outputs again, after a change of results.py, the notebook or the sample
+    python tests/report/test_notebook.py        # write those outputs again, after a change of results.py, the notebook or the sample
 """
 
 import base64

@@ -1,7 +1,7 @@
 """doctor.py on simulated machines: trees of files as Linux' /sys, /proc and /dev have them, what their commands answer, and what their
 torch says of itself. We have none of them. Processes, files, forks and, for the measurements, torch on the CPU are real.
 
-`python tests/test_doctor.py` prints what README.md and docs/doctor.md show of simulated machines.
+`python tests/doctor/test_doctor.py` prints what README.md and docs/doctor.md show of simulated machines.
 """
 
 import faulthandler
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-PROJECT = Path(__file__).resolve().parent.parent
+PROJECT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(PROJECT))
 from doctor import canary, diagnosis, probe, screen  # noqa: E402
 from doctor.check import Check, Row, examine, guarded  # noqa: E402
@@ -813,7 +813,7 @@ def test_backends_that_crash_hang_or_spoil_their_process_are_named_by_the_check(
     """In real processes, with stand-ins for SDPA's backends; the doctor, its child and that one's children end as they should."""
     machine = h200(tmp_path)
     machine.environ, machine.run = {**os.environ, "AUTORESEARCH_HARDWARE": "nvidia", "OMP_NUM_THREADS": "1"}, run_command
-    command = [PROJECT / "tests/standin_probe.py", "doctor.probe", "sdpa"]
+    command = [PROJECT / "tests/helpers/standin_probe.py", "doctor.probe", "sdpa"]
     machine.torch["sdpa"], machine.torch["sdpa_end"] = canary.ask_torch(machine, command, 120)
     row = row_of("sdpa", machine)
     assert row.level == "warn" and row.seen == (
@@ -929,7 +929,7 @@ def test_documents_show_what_it_says(tmp_path):
         (page, simulated(tmp_path / "four", SHOWN)),
         (page, demonstration(tmp_path / "none")),
     ):
-        assert f"```\n{shown}\n```\n" in document, "python tests/test_doctor.py"
+        assert f"```\n{shown}\n```\n" in document, "python tests/doctor/test_doctor.py"
     assert "AUTORESEARCH_SKIP_CHECKS" in readme and "AUTORESEARCH_SKIP_CHECKS" in page and "(docs/doctor.md)" in readme
     assert f"--what={STAY_AWAKE} " in (PROJECT / "run.sh").read_text()
 

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-PROJECT = Path(__file__).resolve().parent.parent
+PROJECT = Path(__file__).resolve().parents[2]
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}  # for the environment of a process that is to see none
 RUN_SH = '#!/bin/sh\ncd "$(dirname "$0")" && exec venv/bin/python train.py "$@"\n'
 
@@ -62,7 +62,7 @@ class Checkout:
         for name in ("experiment.py", ".gitignore", ".gitattributes"):
             shutil.copy(PROJECT / name, self.folder)
         shutil.copytree(PROJECT / "loop", self.folder / "loop", ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(PROJECT / "tests" / "standin_train.py", self.train)
+        shutil.copy(PROJECT / "tests" / "helpers" / "standin_train.py", self.train)
         (self.folder / "prepare.py").write_text(PREPARE)
         shutil.copytree(PROJECT / "harness" / "common", self.folder / "harness" / "common", ignore=shutil.ignore_patterns("__pycache__"))
         (self.folder / "harness/machine.py").write_text(MACHINE)

@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from clones import clone
 from conftest import PROJECT
 from test_doctor import GPU_8060S, no_kfd, strix_halo, write
-from test_train import clone
 
 from doctor import diagnosis, report
 from doctor.check import Check, Fault

@@ -426,7 +426,7 @@ for capability, slope in ((90, False), (90, True), (100, True)):
 def test_product_kernel_for_hopper_and_blackwell():
     """Compiled anywhere: tensor memory access, the matrix units, no spills, and no more shared memory than `_programs` asks for."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    folder = Path(__file__).parents[1]
+    folder = Path(__file__).parents[2]
     run = subprocess.run([sys.executable, "-c", COMPILE], cwd=folder, check=False, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     rows = [line.split() for line in run.stdout.splitlines()]

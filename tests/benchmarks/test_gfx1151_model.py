@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-PROJECT = Path(__file__).parents[1]
+PROJECT = Path(__file__).parents[2]
 sys.path.insert(0, str(PROJECT / "benchmarks"))
 
 import gfx1151_model as model  # noqa: E402

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkout import NO_GPU, Checkout
+from clones import clone
 from conftest import PROJECT
 from test_protocol import TEXT, fixed_model, tokenizer  # noqa: F401
-from test_train import clone
 
 from harness import examiner
 from harness import launch as launch_module

@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine, a loopback address a node: for tests/test_cluster.py and benchmarks/cluster.py."""
+"""A Ray cluster on this machine, a loopback address a node: for tests/loop/test_cluster.py and benchmarks/cluster.py."""
 
 import contextlib
 import os

@@ -9,8 +9,8 @@ import signal
 import sys
 from pathlib import Path
 
-PROJECT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(PROJECT), str(PROJECT / "benchmarks"), str(PROJECT / "tests")]
+PROJECT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(PROJECT), str(PROJECT / "benchmarks"), str(PROJECT / "tests" / "helpers")]
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402

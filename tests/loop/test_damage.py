@@ -1,6 +1,6 @@
 """What a crash, a hand or the run itself does to the loop's files: nothing is lost, and what is not true is not believed.
 
-Real git repositories and processes, as in tests/test_experiment.py.
+Real git repositories and processes, as in tests/loop/test_experiment.py.
 """
 
 import json

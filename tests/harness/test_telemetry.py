@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkout import Checkout
+from clones import clone, edit_harness, run, summary
 from nights import HEADER, outcome, row, write_run
-from test_train import clone, edit_harness, run, summary
 
 import results
 from harness import machine

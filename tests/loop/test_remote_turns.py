@@ -1,6 +1,6 @@
-"""experiment.py --on as a program, with a stand-in for the cluster's head: real git repositories, processes and kills. See tests/head.py.
+"""experiment.py --on as a program, with a stand-in for the cluster's head: real git repositories, processes and kills. See head.py.
 
-What needs nodes that run something is in tests/test_cluster.py.
+What needs nodes that run something is in tests/loop/test_cluster.py.
 """
 
 import fcntl

@@ -13,7 +13,7 @@ import sdpa_probe
 
 def test_backends_that_crash_hang_or_spoil_their_process_are_named():
     """In real processes, with stand-ins for the backends; what is right is found among them."""
-    command = [sys.executable, PROJECT / "tests/standin_probe.py", "sdpa_probe"]
+    command = [sys.executable, PROJECT / "tests/helpers/standin_probe.py", "sdpa_probe"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

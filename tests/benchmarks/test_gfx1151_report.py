@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import triton
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gfx1151_report.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gfx1151_report.py"
 sys.path.insert(0, str(SCRIPT.parent))
 
 import gfx1151_offenders  # noqa: E402

@@ -15,7 +15,7 @@ import train
 from harness import candidates
 from harness.data import dataset as chosen
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 TEXT = json.loads((GOLDEN / "golden.json").read_text())
 MODEL = json.loads((GOLDEN / "golden_model.json").read_text())
 MUON = json.loads((GOLDEN / "golden_muon.json").read_text())
@@ -231,7 +231,7 @@ def test_a_model_answers_as_it_is():
 
 def test_the_benchmarks_reference_is_upstream(monkeypatch):
     """What loss_curves.py and train_step.py compare with, which is evaluated as a run's model is."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     import train_step
 
     model, (x, y) = golden_model(), golden_batch()
