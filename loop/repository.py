@@ -156,6 +156,11 @@ def check_files(exceptions=("train.py",), cwd=ROOT):
     changed = git("status", "--porcelain", "-z", "--untracked-files=no", "--no-renames", cwd=cwd).split("\0")
     if any(entry[:2] in ("DD", "AU", "UD", "UA", "DU", "AA", "UU") for entry in changed):
         raise Refusal("a merge is not finished, git status says where: git merge --abort")
+    flags = (entry for entry in git("ls-files", "-v", "-z", cwd=cwd).split("\0") if entry[:1].islower() or entry[:1] == "S")
+    hidden = [entry[2:] for entry in flags if os.path.exists(os.path.join(cwd, entry[2:]))]
+    if hidden:
+        mend = f"git update-index --no-assume-unchanged --no-skip-worktree {hidden[0]}"
+        raise Refusal(f"git is told to overlook changes in {', '.join(hidden[:5])}: {mend}")
     names = [entry[3:] for entry in changed if entry and not entry.endswith(DOCUMENTS) and entry[3:] not in exceptions]
     if names:
         which = "only train.py may differ" if "train.py" in exceptions else "commit them, or put them back"

@@ -82,6 +82,23 @@ def test_what_is_honest_is_let_through(line):
     proposal.check_program(proposal.parse(f"{SOURCE}\n{line}\n".encode()), TREE, "HEAD")
 
 
+def test_edits_that_researchers_make_are_let_through():
+    """Those of kernels.fuse's tests: activations, gates, norms, rotary, experts, skips and the like."""
+    path = str(PROJECT / "tests" / "kernels")
+    sys.path.append(path)
+    try:
+        from test_fusion import EDITS
+    finally:
+        sys.path.remove(path)
+    assert len(EDITS) >= 20
+    for edits, _ in EDITS.values():
+        source = SOURCE
+        for old, new in edits:
+            assert source.count(old) == 1
+            source = source.replace(old, new)
+        proposal.check_program(proposal.parse(source.encode()), TREE, "HEAD")
+
+
 # ---- the examination ----------------------------------------------------------------------------------------------------------
 
 

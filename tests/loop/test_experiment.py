@@ -798,6 +798,19 @@ def test_verdict_is_a_pure_function():
     assert [of(1.0, state=s) for s in ("crash", "pruned", "environment", "stopped")] == ["crash", "discard", None, None]
 
 
+@pytest.mark.parametrize("flag", ["--assume-unchanged", "--skip-worktree"])
+def test_changes_that_git_is_told_to_overlook(series, flag):
+    series.git("update-index", flag, "prepare.py")
+    prepare, text = series.folder / "prepare.py", (series.folder / "prepare.py").read_text()
+    prepare.write_text(text + "# easier\n")
+    series.edit(VALUE=1.7)
+    said = series.call("try", "with an easier metric", code=2)
+    assert "git is told to overlook changes in prepare.py: git update-index --no-assume-unchanged" in said
+    prepare.write_text(text)
+    series.git("update-index", "--no-assume-unchanged", "--no-skip-worktree", "prepare.py")
+    series.git("checkout", "--quiet", "train.py")
+
+
 def test_changed_names():
     old = "A, B = 1, 2\nif A == 1:\n    C, D = 3, 4\nclass M:\n    def f(self):\n        return 1\n    def g(self):\n        return 2\n"
     new = old.replace("3, 4", "3, 5").replace("return 2", "return 3").replace("A, B = 1, 2", "A, B = 1, 2\nE = 7")
