@@ -24,7 +24,7 @@ def reports(tmp_path_factory):
     directory = tmp_path_factory.mktemp("gfx1151")
     rest = [module for module in gfx1151_report.MODULES if module != "attention"]
     processes = {}
-    for part, modules in (("attention", ["attention"]), ("rest", rest), ("offenders", ["tests.gfx1151_offenders"])):
+    for part, modules in (("attention", ["attention"]), ("rest", rest), ("offenders", ["tests.helpers.gfx1151_offenders"])):
         command = [sys.executable, SCRIPT, *modules, "--no-large", "--csv", directory / f"{part}.csv"]
         processes[part] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     reports = {}

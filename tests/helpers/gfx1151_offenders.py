@@ -1,6 +1,6 @@
 """Kernels that break a rule of benchmarks/gfx1151_report.py, each one its own: the report has to say so.
 
-    python benchmarks/gfx1151_report.py tests.gfx1151_offenders
+    python benchmarks/gfx1151_report.py tests.helpers.gfx1151_offenders
 
 Two of them break none, so that a rule which finds everything is found out too.
 """
