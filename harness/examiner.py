@@ -24,7 +24,8 @@ from harness.data.tokenizer import Tokenizer
 
 CHANNEL = "AUTORESEARCH_EXAMINER"  # the environment variable with the descriptor of the model's end of the channel
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)}
-MOST_BYTES = 2**36  # of logits at a time
+ROOM = 2**30  # bytes of float32 logits at a time, of which both sides hold a few: a training's micro-batch may be many times that
+MOST_BYTES = 2**36  # of logits at a time that are not refused
 LONGEST = 2**16  # bytes of a message
 PLACES = 16  # at least so many are looked at for what sees later tokens
 DRAWN = 8  # at most so many batches are asked again with other tokens
@@ -124,6 +125,7 @@ def answer(model, rows):
     NoResult where it says that there is none.
     """
     sys.stdout.flush()  # what the examiner prints comes after it
+    rows = max(1, min(rows, ROOM // (4 * chosen.DATASET.max_seq_len * chosen.DATASET.vocab_size)))
     way, device = channel(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     logits = model(torch.zeros((rows, chosen.DATASET.max_seq_len), dtype=torch.int64, device=device))
     if logits.ndim != 3 or logits.shape[:2] != (rows, chosen.DATASET.max_seq_len):
