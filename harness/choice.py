@@ -157,8 +157,8 @@ def _findings(what, cases, sizes, candidates, device, stops=True):
     """[{candidate: milliseconds, or what is wrong with it} of each case], as found here before, and the rest tried now.
 
     what, cases, sizes: as in a task of candidates.py. stops: whether a case that no candidate is usable for stops the run; it is tried
-    anew then, lest it stop every later one. The file holds JSON alone; what can't be such a result is made anew. So is what need not hold
-    tomorrow: that there was no memory for a candidate, or none of what it needs, which is not kept.
+    anew then, lest it stop every later one. The file holds JSON alone; what can't be such a result is made anew. A failure that may be
+    over the next time, such as too little memory for a candidate, is not kept (`_holds`), so that candidate is tried again.
     """
     path = os.path.join(chosen.CACHE_DIR, "compiled", "backends.json")
     here = _here(device)
@@ -223,8 +223,8 @@ def _is_finding(found):
 
 
 def _holds(found):
-    """Whether it will be so tomorrow: not what had no memory, which signal 9 says too (Linux ends a process so), nor what was not tried or
-    did not start, nor what was ended from outside: signals 2 and 15, of one who stops the whole run."""
+    """Whether a result can be kept for later runs. These can't: too little memory (also signal 9, with which Linux then ends a process),
+    not tried or not started, and ended from outside (signals 2 and 15: somebody stopped the whole run)."""
     passing = r"OutOfMemoryError|signal (2|9|15)\b|not tried|did not start"
     return _is_time(found) or not re.search(passing, found)
 

@@ -5,6 +5,8 @@ import os
 import torch
 from torch.autograd import forward_ad
 
+from ._ops import add_op_namespace_prefix
+
 # Decided at import, without touching a device: tuning candidates are lists by backend, and an option of one backend
 # (AMD's waves_per_eu) never reaches the other.
 BACKEND = "hip" if torch.version.hip else "cuda"
@@ -44,6 +46,17 @@ def require_float(name, *tensors):
     for t in tensors:
         if t is not None and t.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(f"{name}: dtype {t.dtype} is not supported; use float32, float16 or bfloat16")
+
+
+def operator(name):
+    """A decorator: the function becomes an operator of this package, for torch.ops and torch.compile. It writes into none of its inputs."""
+    return torch.library.custom_op(add_op_namespace_prefix(name), mutates_args=())
+
+
+def differentiable(name, op, backward_op, backward, save):
+    """`op` differentiates by `backward`(ctx, *grads) from what `save`(ctx, inputs, output) kept; `backward_op` itself has no gradient."""
+    op.register_autograd(backward, setup_context=save)
+    forbid_double_backward(name, backward_op)
 
 
 def forbid_double_backward(name, backward_op):

@@ -23,11 +23,11 @@ first block (a window's edge). Two finite sentinels would leave a difference of 
 
 Where scores are known to be small no maximum is needed (`bounded`, FIXED_PEAK: it stays 0). With |S| ≤ 60, exp S lies within 1e±26,
 which leaves float32 room for the sum over any number of keys, and for any v between 1e-11 and 1e11 of size. For bfloat16 operands alone:
-eˢ overflows float16 at 11, and in float32 rounding S · log2 e near 86 would cost a weight 40 ulp. The weights are narrowed to bfloat16
-before they are summed, as they are for the product with V: a query that has weight for one key alone
-gets exactly its value, and its dq no noise (with a maximum that weight is 1 and needs no rounding). Blocks without a mask truncate
-instead of rounding, an addition less for each element; the exponent is larger there by what truncation takes in the mean, so
-that nothing is biased (rms error of a weight: 0.175 %, rounded 0.166 %).
+eˢ overflows float16 at 11, and in float32 rounding S · log2 e near 86 would cost a weight 40 ulp. The weights are rounded to
+bfloat16 before they are summed, so the sum that the output is divided by is of the very weights that multiply V. A query that has
+weight for one key alone then gets exactly that key's value, and its dq no noise (with a maximum that weight is 1 and needs no rounding).
+Blocks without a mask truncate instead of rounding, an addition less for each element; the exponent is larger there by what truncation
+takes in the mean, so that nothing is biased (rms error of a weight: 0.175 %, rounded 0.166 %).
 """
 
 import math
@@ -35,10 +35,8 @@ import math
 import torch
 import triton
 import triton.language as tl
-from torch.library import custom_op
 
-from ._common import BACKEND, INTERPRETED, configs, require_device, require_float
-from ._ops import add_op_namespace_prefix
+from ._common import BACKEND, INTERPRETED, configs, differentiable, operator, require_device, require_float
 
 DELTA_ROWS = 32
 PADDED_TO = 128  # no backward kernel reads queries in larger blocks
@@ -465,7 +463,7 @@ def _shared_arguments(q, k, v, causal, window):
         v_b=v.stride(0), v_t=v.stride(1), v_h=v.stride(2))
 
 
-@custom_op(add_op_namespace_prefix("flash_attention"), mutates_args=())
+@operator("flash_attention")
 def _flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int, scale: float, bounded: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -488,7 +486,7 @@ def _(q, k, v, causal, window, scale, bounded=False):
     return o, q.new_empty((B, n_head, n_queries), dtype=torch.float32)
 
 
-@custom_op(add_op_namespace_prefix("flash_attention_backward"), mutates_args=())
+@operator("flash_attention_backward")
 def _flash_attention_backward(
     do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
     causal: bool, window: int, scale: float, needs_dq: bool, needs_dk: bool, needs_dv: bool,
@@ -546,12 +544,7 @@ def _backward(ctx, do, _):
     return *(grad if needed else None for grad, needed in zip(grads, needs)), None, None, None, None
 
 
-def _no_double_backward(ctx, *grads):
-    raise RuntimeError("flash_attention: double backward is not supported; use flash_attention_ref for second derivatives")
-
-
-_flash_attention.register_autograd(_backward, setup_context=_setup_context)
-_flash_attention_backward.register_autograd(_no_double_backward)
+differentiable("flash_attention", _flash_attention, _flash_attention_backward, _backward, _setup_context)
 
 
 # --- public --------------------------------------------------------------------------------------------------------

@@ -20,8 +20,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from ._common import BACKEND, as_rows, forbid_double_backward, require_device, require_float
-from ._ops import add_op_namespace_prefix
+from ._common import BACKEND, as_rows, differentiable, forbid_double_backward, operator, require_device, require_float
 from .linear import WEIGHT_GRADIENT, blas
 
 LOG2E = tl.constexpr(math.log2(math.e))
@@ -253,7 +252,7 @@ def _reduced(losses, targets, ignore_index, reduction):
 # --- logits that exist ----------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op(add_op_namespace_prefix("softcap_cross_entropy"), mutates_args=())
+@operator("softcap_cross_entropy")
 def _forward_op(
     logits: torch.Tensor, targets: torch.Tensor, softcap: float, ignore_index: int, reduction: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -277,7 +276,7 @@ def _(logits, targets, softcap, ignore_index, reduction):
     return loss, losses.new_empty((2, losses.numel())), losses.new_empty(())
 
 
-@torch.library.custom_op(add_op_namespace_prefix("softcap_cross_entropy_backward"), mutates_args=())
+@operator("softcap_cross_entropy_backward")
 def _backward_op(
     grad: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor, stats: torch.Tensor, factor: torch.Tensor,
     softcap: float, ignore_index: int, reduction: str,
@@ -311,8 +310,7 @@ def _backward(ctx, grad, *_):
     return _backward_op(grad, logits, targets, stats, factor, ctx.softcap, ctx.ignore_index, ctx.reduction), None, None, None, None
 
 
-_forward_op.register_autograd(_backward, setup_context=_setup)
-forbid_double_backward("softcap_cross_entropy", _backward_op)
+differentiable("softcap_cross_entropy", _forward_op, _backward_op, _backward, _setup)
 
 
 def softcap_cross_entropy(logits, targets, softcap=15.0, ignore_index=-1, reduction="mean"):
@@ -387,7 +385,7 @@ def _accumulate(total, dlogits, x, first):
             total.add_(torch.mm(a, x))
 
 
-@torch.library.custom_op(add_op_namespace_prefix("linear_softcap_cross_entropy"), mutates_args=())
+@operator("linear_softcap_cross_entropy")
 def _linear_op(
     x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float, ignore_index: int, reduction: str,
     need_dx: bool, need_dw: bool,
@@ -428,7 +426,7 @@ def _(x, weight, targets, softcap, ignore_index, reduction, need_dx, need_dw):
     return losses if none else losses.new_empty(()), losses.new_empty((2, losses.numel() if none else 0)), losses.new_empty(()), dx, dw
 
 
-@torch.library.custom_op(add_op_namespace_prefix("linear_softcap_cross_entropy_backward"), mutates_args=())
+@operator("linear_softcap_cross_entropy_backward")
 def _linear_backward_op(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, stats: torch.Tensor, softcap: float,
     ignore_index: int, need_dx: bool, need_dw: bool,
@@ -452,7 +450,7 @@ def _(grad, x, weight, targets, stats, softcap, ignore_index, need_dx, need_dw):
     return x.new_empty(x.shape if need_dx else 0), weight.new_empty(weight.shape if need_dw else 0)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("scale_gradient"), mutates_args=())
+@operator("scale_gradient")
 def _scale_op(values: torch.Tensor, grad: torch.Tensor, factor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """values * grad * factor in like's dtype. One kernel, because torch would first round the 0-D float32 `grad` to bfloat16."""
     out = torch.empty(values.shape, dtype=like.dtype, device=values.device)
@@ -493,8 +491,7 @@ def _linear_backward(ctx, grad, *_):
     return dx, dw, *(None,) * 6
 
 
-_linear_op.register_autograd(_linear_backward, setup_context=_linear_setup)
-forbid_double_backward("linear_softcap_cross_entropy", _linear_backward_op)
+differentiable("linear_softcap_cross_entropy", _linear_op, _linear_backward_op, _linear_backward, _linear_setup)
 forbid_double_backward("linear_softcap_cross_entropy", _scale_op)
 
 

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import as_rows, forbid_double_backward, require_device, require_float
-from ._ops import add_op_namespace_prefix
+from ._common import as_rows, differentiable, operator, require_device, require_float
 
 GELU = {"none": "gelu", "tanh": "gelu_tanh"}  # torch's names for the two forms
 
@@ -145,7 +144,7 @@ def _halves(x):
     return x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 :]
 
 
-@torch.library.custom_op(add_op_namespace_prefix("gated"), mutates_args=())
+@operator("gated")
 def gated_op(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return _forward(gate, up, _empty(gate), activation)
 
@@ -155,7 +154,7 @@ def _(gate, up, activation):
     return _empty(gate)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("gated_backward"), mutates_args=())
+@operator("gated_backward")
 def gated_backward_op(dy: Tensor, gate: Tensor, up: Tensor, activation: str, need_dgate: bool, need_dup: bool) -> tuple[Tensor, Tensor]:
     dgate, dup = _empty(gate, need_dgate), _empty(up, need_dup)
     _backward(dy, gate, up, dgate, dup, activation)
@@ -167,7 +166,7 @@ def _(dy, gate, up, activation, need_dgate, need_dup):
     return _empty(gate) if need_dgate else gate.new_empty(0), _empty(up) if need_dup else gate.new_empty(0)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("gated_chunked"), mutates_args=())
+@operator("gated_chunked")
 def gated_chunked_op(x: Tensor, activation: str) -> Tensor:
     y = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
     up, gate = _halves(x)
@@ -180,7 +179,7 @@ def _(x, activation):
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
-@torch.library.custom_op(add_op_namespace_prefix("gated_chunked_backward"), mutates_args=())
+@operator("gated_chunked_backward")
 def gated_chunked_backward_op(dy: Tensor, x: Tensor, activation: str) -> Tensor:
     dx = _empty(x)
     up, gate = _halves(x)
@@ -194,7 +193,7 @@ def _(dy, x, activation):
     return _empty(x)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("relu_squared"), mutates_args=())
+@operator("relu_squared")
 def relu_squared_op(x: Tensor) -> Tensor:
     return _forward(x, None, _empty(x), "relu_squared")
 
@@ -204,7 +203,7 @@ def _(x):
     return _empty(x)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("relu_squared_backward"), mutates_args=())
+@operator("relu_squared_backward")
 def relu_squared_backward_op(dy: Tensor, saved: Tensor, activation: str) -> Tensor:
     """`saved` is x ("relu_squared") or the output ("relu_squared_from_output")."""
     dx = _empty(saved)
@@ -228,10 +227,12 @@ def _backward_gated(ctx, dy):
     return dgate if need_dgate else None, dup if need_dup else None, None
 
 
-gated_op.register_autograd(_backward_gated, setup_context=_save)
-gated_chunked_op.register_autograd(
-    lambda ctx, dy: (gated_chunked_backward_op(dy, *ctx.saved_tensors, ctx.activation), None), setup_context=_save
-)
+def _backward_gated_chunked(ctx, dy):
+    return gated_chunked_backward_op(dy, *ctx.saved_tensors, ctx.activation), None
+
+
+differentiable("swiglu/geglu", gated_op, gated_backward_op, _backward_gated, _save)
+differentiable("geglu_chunked", gated_chunked_op, gated_chunked_backward_op, _backward_gated_chunked, _save)
 
 
 def _save_relu_squared(ctx, inputs, output):
@@ -245,10 +246,7 @@ def _backward_relu_squared(ctx, dy):
     return relu_squared_backward_op(dy, *ctx.saved_tensors, ctx.activation)
 
 
-relu_squared_op.register_autograd(_backward_relu_squared, setup_context=_save_relu_squared)
-for _op in (gated_backward_op, gated_chunked_backward_op):
-    forbid_double_backward("swiglu/geglu", _op)
-forbid_double_backward("relu_squared", relu_squared_backward_op)
+differentiable("relu_squared", relu_squared_op, relu_squared_backward_op, _backward_relu_squared, _save_relu_squared)
 
 
 def _gated(name, gate, up, activation):

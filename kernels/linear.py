@@ -13,8 +13,7 @@ import contextlib
 import torch
 from torch import Tensor
 
-from ._common import forbid_double_backward, forbid_forward_mode, require_float
-from ._ops import add_op_namespace_prefix
+from ._common import differentiable, forbid_forward_mode, operator, require_float
 
 FORMS = {
     "direct": lambda dy, x, mm: mm(dy.t(), x),
@@ -62,7 +61,7 @@ def rows(x):
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
-@torch.library.custom_op(add_op_namespace_prefix("linear"), mutates_args=())
+@operator("linear")
 def linear_op(x: Tensor, weight: Tensor) -> Tensor:
     return x @ weight.to(x.dtype).t()
 
@@ -72,7 +71,7 @@ def _(x, weight):
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-@torch.library.custom_op(add_op_namespace_prefix("linear_backward"), mutates_args=())
+@operator("linear_backward")
 def linear_backward_op(dy: Tensor, x: Tensor | None, weight: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """dx, for which weight is needed, and dweight of `dtype`, for which x is: a gradient without its factor comes back empty."""
     dx = dy.new_empty(0) if weight is None else dy @ weight.to(dy.dtype)
@@ -83,9 +82,6 @@ def linear_backward_op(dy: Tensor, x: Tensor | None, weight: Tensor | None, dtyp
 def _(dy, x, weight, dtype):
     dx = dy.new_empty(0 if weight is None else (*dy.shape[:-1], weight.shape[1]))
     return dx, dy.new_empty(0 if x is None else (dy.shape[-1], x.shape[-1]), dtype=dtype)
-
-
-forbid_double_backward("linear", linear_backward_op)
 
 
 def _save(ctx, inputs, output):
@@ -102,7 +98,7 @@ def _backward(ctx, dy):
     return None if weight is None else dx, None if x is None else dweight
 
 
-linear_op.register_autograd(_backward, setup_context=_save)
+differentiable("linear", linear_op, linear_backward_op, _backward, _save)
 
 
 def linear(x, weight):

@@ -3,8 +3,8 @@
     h = x + update,   y = relu(norm(h) · fcᵀ)² · projᵀ          (So et al. 2021 for relu²)
 
 The norm is never written: norm(h) = rstd·h, a number for each row, and the product's rows are scaled instead, where relu² has them in
-registers. On the way back relu²'s gradient gets the same factor, which makes it right for fc's gradient (with h in the norm's place), and
-its product with fc the rstd-fold gradient of the norm, which is what RMSNorm's backward begins with.
+registers. In the backward relu²'s gradient is multiplied by rstd too. Then fc's wgrad takes h in the place of norm(h). And the dgrad, the
+product with fc, is rstd times the gradient of norm(h): the first thing that RMSNorm's backward would compute from it (`scaled=True`).
 
 Kept for the backward are h, a = relu(…)² and rstd: relu²'s slope is 2·√a. On NVIDIA's Hopper and its successors in servers, two of the six
 products are a kernel of this file, if all is bfloat16: it squares, or multiplies by the slope, what it has in its registers anyway, so the
@@ -20,8 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ._common import BACKEND, INTERPRETED, forbid_double_backward
-from ._ops import add_op_namespace_prefix
+from ._common import BACKEND, INTERPRETED, differentiable, operator
 from .attention import _dot
 from .gated import _backward as _activation_backward
 from .gated import _forward as _activation_forward
@@ -132,7 +131,7 @@ def _slope_product(dy, proj, a, rstd):
     return da
 
 
-@torch.library.custom_op(add_op_namespace_prefix("add_norm_mlp"), mutates_args=())
+@operator("add_norm_mlp")
 def add_norm_mlp_op(
     x: Tensor, update: Tensor, fc: Tensor, proj: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -150,7 +149,7 @@ def _(x, update, fc, proj, eps, dtype):
     return h, y, a, x.new_empty(n_rows, dtype=torch.float32)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("add_norm_mlp_backward"), mutates_args=())
+@operator("add_norm_mlp_backward")
 def add_norm_mlp_backward_op(
     dy: Tensor, dh: Tensor | None, h: Tensor, a: Tensor, rstd: Tensor, fc: Tensor, proj: Tensor, eps: float,
     need_dh: bool, need_dfc: bool, need_dproj: bool,
@@ -173,9 +172,6 @@ def _(dy, dh, h, a, rstd, fc, proj, eps, need_dh, need_dfc, need_dproj):
     return tuple(t.new_empty(t.shape if need else 0) for t, need in ((h, need_dh), (fc, need_dfc), (proj, need_dproj)))
 
 
-forbid_double_backward("add_norm_mlp", add_norm_mlp_backward_op)
-
-
 def _save(ctx, inputs, output):
     x, update, fc, proj, ctx.eps, _ = inputs
     h, _, a, rstd = output
@@ -195,7 +191,7 @@ def _backward(ctx, dh, dy, *_):
     return dx, dupdate, dfc if need_dfc else None, dproj if need_dproj else None, None, None
 
 
-add_norm_mlp_op.register_autograd(_backward, setup_context=_save)
+differentiable("add_norm_mlp", add_norm_mlp_op, add_norm_mlp_backward_op, _backward, _save)
 
 
 def add_norm_mlp(x, update, fc, proj, eps=EPS):

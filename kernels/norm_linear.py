@@ -11,8 +11,7 @@ its gradient, which costs no more than keeping it would have and frees it in bet
 import torch
 from torch import Tensor
 
-from ._common import forbid_double_backward, require_device, require_float
-from ._ops import add_op_namespace_prefix
+from ._common import differentiable, operator, require_device, require_float
 from .linear import compute_dtype, rows, weight_gradient
 from .residual_mix import check_mix, mix_gradients, residual_mix_norm_backward_op, residual_mix_norm_op, residual_mix_norm_ref
 from .rms_norm import MAX_TILE_WIDTH, add_rms_norm_op, add_rms_norm_ref, rms_norm_backward_op, rms_norm_op
@@ -28,7 +27,7 @@ def _dweight(dy, normed, dtype):
     return weight_gradient(rows(dy), rows(normed).to(dy.dtype), dtype)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("add_norm_linear"), mutates_args=())
+@operator("add_norm_linear")
 def add_norm_linear_op(x: Tensor, update: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     h, normed = add_rms_norm_op(x, update, None, eps)
     return h, _product(normed, weight, dtype)
@@ -40,7 +39,7 @@ def _(x, update, weight, eps, dtype):
     return h, x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("add_norm_linear_backward"), mutates_args=())
+@operator("add_norm_linear_backward")
 def add_norm_linear_backward_op(
     dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor, eps: float, need_dh: bool, need_dweight: bool
 ) -> tuple[Tensor, Tensor]:
@@ -54,9 +53,6 @@ def add_norm_linear_backward_op(
 @add_norm_linear_backward_op.register_fake
 def _(dy, dh, h, weight, eps, need_dh, need_dweight):
     return h.new_empty(h.shape if need_dh else 0), weight.new_empty(weight.shape if need_dweight else 0)
-
-
-forbid_double_backward("add_norm_linear", add_norm_linear_backward_op)
 
 
 def _save_add(ctx, inputs, output):
@@ -76,10 +72,10 @@ def _backward_add(ctx, dh, dy):
     return dx, dupdate, dweight if need_dweight else None, None, None
 
 
-add_norm_linear_op.register_autograd(_backward_add, setup_context=_save_add)
+differentiable("add_norm_linear", add_norm_linear_op, add_norm_linear_backward_op, _backward_add, _save_add)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("residual_mix_norm_linear"), mutates_args=())
+@operator("residual_mix_norm_linear")
 def residual_mix_norm_linear_op(
     x: Tensor, update: Tensor | None, x0: Tensor, resid_lambda: Tensor, x0_lambda: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -92,7 +88,7 @@ def _(x, update, x0, resid_lambda, x0_lambda, weight, eps, dtype):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("residual_mix_norm_linear_backward"), mutates_args=())
+@operator("residual_mix_norm_linear_backward")
 def residual_mix_norm_linear_backward_op(
     dy: Tensor, dh: Tensor | None, x: Tensor, update: Tensor | None, x0: Tensor, resid_lambda: Tensor, x0_lambda: Tensor, weight: Tensor,
     eps: float, need_dx: bool, need_dx0: bool, need_dlambdas: bool, need_dweight: bool,
@@ -114,9 +110,6 @@ def _(dy, dh, x, update, x0, resid_lambda, x0_lambda, weight, eps, need_dx, need
     return dx, dx0, dlambdas, weight.new_empty(weight.shape if need_dweight else 0)
 
 
-forbid_double_backward("residual_mix_norm_linear", residual_mix_norm_linear_backward_op)
-
-
 def _save_mix(ctx, inputs, output):
     *tensors, ctx.eps, _ = inputs
     ctx.save_for_backward(*tensors)
@@ -134,7 +127,7 @@ def _backward_mix(ctx, dh, dy):
     return *mix_gradients(dx, dx0, dlambdas, needs, update, resid_lambda, x0_lambda), dweight if need_dweight else None, None, None
 
 
-residual_mix_norm_linear_op.register_autograd(_backward_mix, setup_context=_save_mix)
+differentiable("residual_mix_norm_linear", residual_mix_norm_linear_op, residual_mix_norm_linear_backward_op, _backward_mix, _save_mix)
 
 
 def check_sum(name, x, update, *weights):

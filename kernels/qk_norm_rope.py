@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import forbid_double_backward, require_device, require_float
-from ._ops import add_op_namespace_prefix
+from ._common import differentiable, operator, require_device, require_float
 
 EPS = torch.finfo(torch.float32).eps  # what F.rms_norm takes by default, for bfloat16 too
 MAX_HEAD_DIM = 1024
@@ -136,7 +135,7 @@ def _empty(x):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("qk_norm_rope"), mutates_args=())
+@operator("qk_norm_rope")
 def qk_norm_rope_op(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     out_q, out_k = _empty(q), _empty(k)
     q, k = _adjacent(q), _adjacent(k)
@@ -158,7 +157,7 @@ def _(q, k, cos, sin, eps):
     return _empty(q), _empty(k)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("qk_norm_rope_backward"), mutates_args=())
+@operator("qk_norm_rope_backward")
 def qk_norm_rope_backward_op(
     dy_q: Tensor, dy_k: Tensor, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, eps: float, need_dq: bool, need_dk: bool
 ) -> tuple[Tensor, Tensor]:
@@ -184,9 +183,6 @@ def _(dy_q, dy_k, q, k, cos, sin, eps, need_dq, need_dk):
     return _empty(q) if need_dq else q.new_empty(0), _empty(k) if need_dk else k.new_empty(0)
 
 
-forbid_double_backward("qk_norm_rope", qk_norm_rope_backward_op)
-
-
 def _save(ctx, inputs, output):
     *tensors, ctx.eps = inputs
     ctx.save_for_backward(*tensors)
@@ -198,7 +194,7 @@ def _backward_qk_norm_rope(ctx, dy_q, dy_k):
     return dq if need_dq else None, dk if need_dk else None, None, None, None
 
 
-qk_norm_rope_op.register_autograd(_backward_qk_norm_rope, setup_context=_save)
+differentiable("qk_norm_rope", qk_norm_rope_op, qk_norm_rope_backward_op, _backward_qk_norm_rope, _save)
 
 
 def qk_norm_rope(q, k, cos, sin, eps=None):

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import forbid_double_backward, require_device, require_float
-from ._ops import add_op_namespace_prefix
+from ._common import differentiable, operator, require_device, require_float
 from .qk_norm_rope import EPS, MAX_HEAD_DIM, _adjacent, _forward, _place, _rotate, _tables, qk_norm_rope_ref, tile
 
 # The packed row's gates take a multiple of this many columns: Triton reads and writes 128 bits of a row only if it knows the stride for a
@@ -144,7 +143,7 @@ def _programs(B, T, n_head, n_kv_head, rows):
     return B * triton.cdiv(T * n_head, rows), B * triton.cdiv(T * n_kv_head, rows)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("qkv"), mutates_args=())
+@operator("qkv")
 def qkv_op(
     qkv: Tensor, cos: Tensor, sin: Tensor, n_head: int, n_kv_head: int, idx: Tensor | None, table: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -186,7 +185,7 @@ def _dtable(rows, idx, table):
     return torch.ops.aten.embedding_dense_backward(rows, idx.reshape(-1).clamp(0, table.shape[0] - 1), table.shape[0], -1, False)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("qkv_backward"), mutates_args=())
+@operator("qkv_backward")
 def qkv_backward_op(
     dq: Tensor, dk: Tensor, dv: Tensor, q: Tensor, k: Tensor, rstd: Tensor, gate: Tensor, cos: Tensor, sin: Tensor,
     idx: Tensor | None, table: Tensor | None, need_dqkv: bool, need_dtable: bool,
@@ -222,9 +221,6 @@ def _(dq, dk, dv, q, k, rstd, gate, cos, sin, idx, table, need_dqkv, need_dtable
     return q.new_empty((B, T, width) if need_dqkv else 0), table.new_empty(table.shape) if need_dtable else q.new_empty(0)
 
 
-forbid_double_backward("qkv_norm_rope", qkv_backward_op)
-
-
 def _save(ctx, inputs, output):
     _, cos, sin, _, _, idx, table, _ = inputs
     q, k, _, rstd, gate = output
@@ -239,7 +235,7 @@ def _backward(ctx, dq, dk, dv, *_):
     return dqkv if need_dqkv else None, None, None, None, None, None, dtable if need_dtable else None, None
 
 
-qkv_op.register_autograd(_backward, setup_context=_save)
+differentiable("qkv_norm_rope", qkv_op, qkv_backward_op, _backward, _save)
 
 
 def qkv_norm_rope(qkv, cos, sin, n_head, n_kv_head, idx=None, table=None, eps=None):

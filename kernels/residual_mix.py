@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import as_rows, forbid_double_backward, require_device, require_float
-from ._ops import add_op_namespace_prefix
+from ._common import as_rows, differentiable, operator, require_device, require_float
 from .rms_norm import MAX_TILE_WIDTH, rms_norm_ref, tile
 
 EPS = torch.finfo(torch.float32).eps
@@ -86,7 +85,7 @@ def _empty(x):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("residual_mix_norm"), mutates_args=())
+@operator("residual_mix_norm")
 def residual_mix_norm_op(
     x: Tensor, update: Tensor | None, x0: Tensor, resid_lambda: Tensor, x0_lambda: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -109,7 +108,7 @@ def _(x, update, x0, resid_lambda, x0_lambda, eps):
     return _empty(x), _empty(x)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("residual_mix_norm_backward"), mutates_args=())
+@operator("residual_mix_norm_backward")
 def residual_mix_norm_backward_op(
     dmixed: Tensor | None, dy: Tensor | None, x: Tensor, update: Tensor | None, x0: Tensor, resid_lambda: Tensor, x0_lambda: Tensor,
     eps: float, need_dx: bool, need_dx0: bool, need_dlambdas: bool, need_y: bool = False,
@@ -139,9 +138,6 @@ def _(dmixed, dy, x, update, x0, resid_lambda, x0_lambda, eps, need_dx, need_dx0
     return dx, dx0, dlambdas, y
 
 
-forbid_double_backward("residual_mix_norm", residual_mix_norm_backward_op)
-
-
 def _save(ctx, inputs, output):
     *tensors, ctx.eps = inputs
     ctx.save_for_backward(*tensors)
@@ -168,7 +164,7 @@ def _backward_residual_mix_norm(ctx, dmixed, dy):
     return *mix_gradients(dx, dx0, dlambdas, needs, update, resid_lambda, x0_lambda), None
 
 
-residual_mix_norm_op.register_autograd(_backward_residual_mix_norm, setup_context=_save)
+differentiable("residual_mix_norm", residual_mix_norm_op, residual_mix_norm_backward_op, _backward_residual_mix_norm, _save)
 
 
 def check_mix(name, x, update, x0, *lambdas):

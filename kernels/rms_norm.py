@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import INTERPRETED, as_rows, forbid_double_backward, require_device, require_float
-from ._ops import add_op_namespace_prefix
+from ._common import INTERPRETED, as_rows, differentiable, operator, require_device, require_float
 
 MAX_WIDTH = 65536
 MAX_TILE_WIDTH = 8192  # 16 warps with 16 elements a lane: still 16 waves a SIMD on gfx1151 (96 VGPRs)
@@ -216,7 +215,7 @@ def add_rstd(x, residual, eps):
     return h, rstd
 
 
-@torch.library.custom_op(add_op_namespace_prefix("rms_norm"), mutates_args=())
+@operator("rms_norm")
 def rms_norm_op(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return _forward(x, None, weight, eps)[0]
 
@@ -226,7 +225,7 @@ def _(x, weight, eps):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("add_rms_norm"), mutates_args=())
+@operator("add_rms_norm")
 def add_rms_norm_op(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     y, h = _forward(x, residual, weight, eps)
     return h, y
@@ -238,7 +237,7 @@ def _(x, residual, weight, eps):
     return h, torch.empty_like(h)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("rms_norm_backward"), mutates_args=())
+@operator("rms_norm_backward")
 def rms_norm_backward_op(
     dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor | None, eps: float, need_dx: bool, need_dweight: bool, need_y: bool = False,
     scaled: bool = False,
@@ -293,9 +292,6 @@ def _(dy, dsum, x, weight, eps, need_dx, need_dweight, need_y=False, scaled=Fals
     return dx, torch.empty_like(weight) if need_dweight else x.new_empty(0), y
 
 
-forbid_double_backward("rms_norm", rms_norm_backward_op)
-
-
 def _save_rms_norm(ctx, inputs, output):
     x, weight, ctx.eps = inputs
     ctx.save_for_backward(x, weight)
@@ -308,7 +304,7 @@ def _backward_rms_norm(ctx, dy):
     return dx if need_dx else None, dweight if need_dweight else None, None
 
 
-rms_norm_op.register_autograd(_backward_rms_norm, setup_context=_save_rms_norm)
+differentiable("rms_norm", rms_norm_op, rms_norm_backward_op, _backward_rms_norm, _save_rms_norm)
 
 
 def _save_add_rms_norm(ctx, inputs, output):

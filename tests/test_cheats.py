@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from checkout import NO_GPU
+from checkout import NO_GPU, Checkout
 from conftest import PROJECT
 from test_protocol import TEXT, fixed_model, tokenizer  # noqa: F401
 from test_train import clone
@@ -433,3 +433,52 @@ def test_more_work_before_the_clock_starts(capsys):
     with pytest.raises(SystemExit):
         harness_run.check_free_steps(greedy)
     assert "a step before the clock starts takes 6000 ms, a timed one 400" in capsys.readouterr().err
+
+
+# ---- all of it together -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@needs_landlock
+def test_the_loop_keeps_what_is_honest_alone(demo, tmp_path):
+    """The project itself, a model of one layer: its baseline, three cheats, and an idea."""
+    project = Checkout(tmp_path / "clone", {"AUTORESEARCH_TIME_BUDGET": "1", "AUTORESEARCH_CACHE": os.environ["AUTORESEARCH_CACHE"]})
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=PROJECT, check=True, capture_output=True, text=True).stdout.split("\0")
+    for name in filter(None, names):
+        (project.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(PROJECT / name, project.folder / name)
+    text = project.train.read_text()
+    for old, new in (("DEPTH = 4 if", "DEPTH = 1 if"), ("= 2**12 if", "= 2**10 if"), ("DEVICE_BATCH_SIZE = 16", "DEVICE_BATCH_SIZE = 4")):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    project.train.write_text(text)
+    project.git("init", "--quiet", "--initial-branch", "main")
+    project.commit("start")
+    (project.folder / "venv").symlink_to(sys.prefix)
+    assert "keep run 1" in project.call("begin", "real", "--wait", 200, limit=240)
+    printed = "Evaluating 65,536 tokens", "Evaluated 65,536 tokens: val_bpb 1.000000", "---", "val_bpb: 1.000000"
+    cheats = {
+        "sees the next token": ("self.transformer.wte(idx)", "self.transformer.wte(idx.roll(-1, 1))", "when later tokens change"),
+        "a summary of its own": (
+            "    run(GPT",
+            f"    print({chr(10).join(printed)!r})\n    raise SystemExit\n    run(GPT",
+            "without an evaluation",
+        ),
+        "the validation tokens": (
+            "    run(GPT",
+            f"    open({demo.tokens_dir!r} + '/shard_06542.tokens')\n    run(GPT",
+            "Permission denied",
+        ),
+    }
+    for name, (old, new, said) in cheats.items():
+        assert text.count(old) == 1
+        project.train.write_text(text.replace(old, new))
+        output = project.call("try", name, "--wait", 200, limit=240, code=1)
+        assert said in output, output
+    project.train.write_text(re.sub(r"^MATRIX_LR = [\d.]+", "MATRIX_LR = 0.03", text, flags=re.M))
+    output = project.call("try", "another rate", "--wait", 200, limit=240)
+    assert output.startswith(("keep", "discard")), output
+    assert [row[3] for row in project.rows][:4] == ["keep", "crash", "crash", "crash"]
+    for number in (1, 5):
+        answer = project.run_json(number, "answer")
+        assert f"{answer['val_bpb']:.6f}" == f"{project.run_json(number)['summary']['val_bpb']:.6f}"

@@ -114,3 +114,20 @@ def test_waves_a_simd():
     for vgprs, expected in ((1, 16), (96, 16), (97, 12), (120, 12), (144, 10), (192, 8), (240, 6), (241, 5), (256, 5)):
         assert gfx1151_report.waves(vgprs, 0, 4) == expected
     assert gfx1151_report.waves(96, 65536, 4) == 2 and gfx1151_report.waves(96, 65536, 16) == 8 and gfx1151_report.waves(96, 16384, 4) == 8
+
+
+def test_document_has_the_committed_figures():
+    """Attention's table in docs/gfx1151.md is benchmarks/gfx1151.csv's first candidates, of the Triton that counts; none breaks a rule."""
+    with open(SCRIPT.parent / "gfx1151.csv") as file:
+        committed = list(csv.DictReader(file))
+    assert {row["triton"] for row in committed} == {"3.8.0"} and not any(row["broken"] for row in committed)
+    expected = set()
+    for row in committed:
+        head_dim, _, shape = row["shape"].removeprefix("head_dim ").partition(", ")
+        if row["kernel"].startswith("flash_attention") and row["default"] == "True" and shape == "causal":
+            loads = f"{row['load128']} of {row['load']}"
+            tile = row["kernel"].removeprefix("flash_attention ").lower().replace("dkdv", "dk/dv")
+            expected.add((head_dim, tile, row["vgprs"], row["lds"], row["waves"], row["wmma"], loads, row["spills_2gib"]))
+    text = (SCRIPT.parents[1] / "docs" / "gfx1151.md").read_text().split("## Attention (compiled)")[1].split("\n## ")[0]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")][2:]
+    assert {(head_dim, tile.lower(), *rest) for head_dim, tile, _, *rest in cells} == expected and len(expected) == 7
