@@ -33,7 +33,7 @@ def audit(tag=None):
     mended, back = compared(content, [(turn["number"], text) for turn, text in runs if turn["tag"] == tag])
     if not back:
         return None
-    write_file(LEDGER, mended, 0o644)
+    write_file(LEDGER, mended)
     if not rows:
         return f"results.tsv was missing and is made again from runs/: {len(back)} row{'s' * (len(back) > 1)}"
     names = ", ".join(map(str, back[:10])) + f" and {len(back) - 10} more" * (len(back) > 10)

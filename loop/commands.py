@@ -73,7 +73,7 @@ def command_begin(arguments):
         if exists and tags and tags[-1] == tag:
             if any(row["status"] == "keep" for row in read_rows()):
                 raise Refusal(f"{branch_of(tag)} has begun: go on with try, or begin another tag")
-        elif exists and any((read_verdict(t["number"]) or {}).get("status") for t in Series(tag).tried):
+        elif exists and any((read_verdict(t["number"]) or {}).get("status") == "keep" for t in Series(tag).tried):
             raise Refusal(f"{branch_of(tag)} has begun, and results.tsv is another series': move it away, and `status` makes it again")
         else:
             aside = set_ledger_aside(next(filter(None, reversed(tags)), "earlier"))

@@ -35,7 +35,7 @@ def look(expected, environment=None):
     if done.returncode:
         return said[-1].removeprefix("FAIL: ")[:300]
     found = json.loads(done.stdout.splitlines()[-1])
-    differs = [f"{key} {found[key]} and not {expected[key]}" for key in found if expected[key] not in (None, found[key])]
+    differs = [f"{key} {found[key]} and not {expected[key]}" for key in found if expected.get(key) not in (None, found[key])]
     return ", ".join(differs) or None
 
 

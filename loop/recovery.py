@@ -145,7 +145,7 @@ def strike(turn):
     forged = rows_of(turn)
     if not forged:
         return None
-    write_file(LEDGER, b"".join(line for line in read_bytes(LEDGER).splitlines(keepends=True) if line not in forged), 0o644)
+    write_file(LEDGER, b"".join(line for line in read_bytes(LEDGER).splitlines(keepends=True) if line not in forged))
     return f"results.tsv had a row for this run before it was judged, which is taken out: {forged[0].decode('utf-8', 'replace').strip()}"
 
 

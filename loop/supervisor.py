@@ -93,6 +93,7 @@ def supervise(number, alive, gpu):
             recover(ending=number, notes=notes)
         except (Refusal, OSError) as e:
             print(f"{now_text()} {e}", flush=True)  # whoever waits is told the same
+            return
         goes_on = turn["remaining"] and state == "valid" and not stop_requested()
         if goes_on and (last_local() or turn)["number"] == number and current_tag() == turn["tag"]:
             start_noise(Series(turn["tag"]), turn["remaining"], before=turn)

@@ -69,6 +69,28 @@ def test_rows_that_are_gone_come_back(series):
     assert "keep run 5" in series.call("try", "x") and ledger.read_text().startswith(whole) and series.best_value() == 1.7
 
 
+def test_rows_of_every_kind_are_made_again(series):
+    for behaviour in ("raise ValueError('boom')", "summary(token='0'); sys.exit(0)"):
+        series.edit(behaviour)
+        series.call("try", f"idea: {behaviour}", code=1)
+    series.edit("print('step 00070 (58.0%) | loss: 9.0', flush=True);" * 3 + "time.sleep(9)", VALUE=1.7)
+    assert "--prune" in series.call("try", "--prune", "slow")
+    series.call("noise", 2)
+    ledger = series.folder / "results.tsv"
+    whole = ledger.read_text()
+    assert len({tuple(row[3:]) for row in series.rows}) == 9 and "pruned: slow" in whole and "invalid: idea" in whole
+    ledger.unlink()
+    series.git("switch", "--quiet", "main")
+    series.call("status")
+    series.git("switch", "--quiet", "autoresearch/nov29")
+    assert "made again from runs/: 9 rows" in series.call("status") and ledger.read_text() == whole
+    old = [row[3:] for row in series.rows]
+    for index in range(9):
+        lines = whole.splitlines(keepends=True)
+        ledger.write_text("".join(lines[: index + 1] + lines[index + 2 :]))
+        assert "put back" in series.call("status") and [row[3:] for row in series.rows] == old
+
+
 def test_a_ledger_removed_during_the_run(series):
     whole = (series.folder / "results.tsv").read_text()
     series.edit(VALUE=1.7, SECONDS=1.0)
