@@ -458,7 +458,7 @@ def test_more_work_before_the_clock_starts(capsys):
 @pytest.mark.slow
 @needs_landlock
 def test_the_loop_keeps_what_is_honest_alone(demo, tmp_path):
-    """The project itself, a model of one layer: its baseline, three cheats, and an idea."""
+    """The project itself, a model of one layer: its baseline and three cheats."""
     project = Checkout(tmp_path / "clone", {"AUTORESEARCH_TIME_BUDGET": "1", "AUTORESEARCH_CACHE": os.environ["AUTORESEARCH_CACHE"]})
     names = subprocess.run(["git", "ls-files", "-z"], cwd=PROJECT, check=True, capture_output=True, text=True).stdout.split("\0")
     for name in filter(None, names):
@@ -492,10 +492,5 @@ def test_the_loop_keeps_what_is_honest_alone(demo, tmp_path):
         project.train.write_text(text.replace(old, new))
         output = project.call("try", name, "--wait", 200, limit=240, code=1)
         assert said in output, output
-    project.train.write_text(re.sub(r"^MATRIX_LR = [\d.]+", "MATRIX_LR = 0.03", text, flags=re.M))
-    output = project.call("try", "another rate", "--wait", 200, limit=240)
-    assert output.startswith(("keep", "discard")), output
-    assert [row[3] for row in project.rows][:4] == ["keep", "crash", "crash", "crash"]
-    for number in (1, 5):
-        answer = project.run_json(number, "answer")
-        assert f"{answer['val_bpb']:.6f}" == f"{project.run_json(number)['summary']['val_bpb']:.6f}"
+    assert [row[3] for row in project.rows] == ["keep", "crash", "crash", "crash"]
+    assert f"{project.run_json(1, 'answer')['val_bpb']:.6f}" == f"{project.run_json(1)['summary']['val_bpb']:.6f}"
