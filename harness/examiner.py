@@ -1,6 +1,6 @@
 """The evaluation's two sides. The examiner holds the validation text, its bytes and the sum; the model answers tokens with logits.
 
-Inputs go in and logits come out, through memory that both sides see: the GPU's own where it can be shared (CUDA IPC), the host's otherwise.
+Inputs go in and logits come out, through memory that both sides see: the GPU's own where it can be shared (CUDA IPC), the host's on AMD and elsewhere.
 Each message is JSON, read as data. The examiner is the process that has started train.py (harness/launch.py); the model's side runs in
 train.py, which can't read what it is asked about.
 """
@@ -163,7 +163,8 @@ class Answers:
     def __init__(self, way, rows, width, dtype, on_gpu):
         self.way, self.device = way, torch.device("cuda" if on_gpu else "cpu")
         shapes = _shapes(rows, chosen.DATASET.max_seq_len, width, dtype)
-        for shared_gpu in (True, False) if on_gpu else (False,):
+        # On AMD nobody has shown us two processes that share the GPU's memory; there it mostly is the host's anyway.
+        for shared_gpu in (True, False) if on_gpu and not torch.version.hip else (False,):
             try:
                 self.memory, handles, descriptors = shared(shapes, shared_gpu)
             except RuntimeError as e:

@@ -5,7 +5,7 @@ import os
 
 from harness.common.files import sha256
 
-from .files import HEADER, LEDGER, RUNS, Refusal, numbers, read_bytes, read_outcome, read_turn, read_verdict, write_file
+from .files import HEADER, LEDGER, RUNS, Refusal, numbers, read_bytes, read_ledger, read_outcome, read_turn, read_verdict, write_file
 from .ledger import key_of, parse_row
 from .repository import current_tag
 from .verdict import row_text
@@ -19,7 +19,7 @@ def audit(tag=None):
     tag: whose ledger it is where neither its rows nor the branch that is checked out tell. A hand may edit descriptions, and rows whose run
     is no longer in runs/ are left alone.
     """
-    content = read_bytes(LEDGER) or b""
+    content = read_ledger()
     tag = current_tag() or tag
     if read_bytes(SEEN) == digest_of(content, tag):
         return None
@@ -42,7 +42,7 @@ def audit(tag=None):
 
 def remember():
     """That the ledger as it is now agrees with its runs."""
-    digest = digest_of(read_bytes(LEDGER) or b"", current_tag())
+    digest = digest_of(read_ledger(), current_tag())
     if read_bytes(SEEN) != digest:
         write_file(SEEN, digest)
 

@@ -87,9 +87,20 @@ def read_json(path):
 
 
 def read_bytes(path):
-    with contextlib.suppress(OSError), open(path, "rb") as f:
-        return f.read()
+    """A file's content; None without a file that can be read."""
+    with contextlib.suppress(OSError):
+        return files.read_bytes(path)
     return None
+
+
+def read_ledger(path=LEDGER):
+    """The ledger's content, b"" without one. Refusal where something else is in its place: it is never taken for an empty one."""
+    try:
+        return files.read_bytes(path)
+    except FileNotFoundError:
+        return b""
+    except OSError as e:
+        raise Refusal(f"{path}: {e.strerror}: move it away", ENVIRONMENT) from None
 
 
 def run_file(number, name):

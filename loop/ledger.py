@@ -5,7 +5,7 @@ import os
 import re
 import statistics
 
-from .files import LEDGER, ROOT, RUNS, Refusal, append_line, read_bytes, read_json, read_outcome, sync_folder, tried
+from .files import LEDGER, ROOT, RUNS, Refusal, append_line, read_json, read_ledger, read_outcome, sync_folder, tried
 
 
 def parse_row(line):
@@ -21,7 +21,7 @@ def parse_row(line):
 
 def read_rows(offset=0, path=LEDGER):
     """The ledger's rows from byte `offset` on; what is no row is left out."""
-    content = read_bytes(path) or b""
+    content = read_ledger(path)
     if b"\0" in content[:1000]:
         raise Refusal(f"{path} is not in UTF-8 (saved as UTF-16?): iconv -f UTF-16 -t UTF-8 makes it so")
     text = content[offset:].decode("utf-8", "replace")
@@ -48,7 +48,7 @@ def repair_ledger(unfinished):
 
     unfinished: the short commits of turns whose rows may be what was being written; these write theirs again.
     """
-    content = read_bytes(LEDGER)
+    content = read_ledger()
     if not content or content.endswith(b"\n"):
         return
     start = content.rfind(b"\n") + 1

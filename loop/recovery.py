@@ -24,6 +24,7 @@ from .files import (
     read_bytes,
     read_end,
     read_json,
+    read_ledger,
     read_turn,
     run_file,
     stop_requested,
@@ -112,7 +113,7 @@ def finish(turn, notes=()):
     status = verdict(turn, outcome)
     if status:
         row = row_text(turn, outcome, status)
-        if not read_bytes(LEDGER):
+        if not read_ledger():
             append_line(LEDGER, HEADER)
         if not rows_of(turn):
             append_line(LEDGER, row)
@@ -136,7 +137,7 @@ def finish(turn, notes=()):
 def rows_of(turn):
     """The lines of the ledger that are a row of this turn."""
     key = turn["short"], turn["seed"] if turn["kind"] == "noise" else None
-    lines = (read_bytes(LEDGER) or b"").splitlines(keepends=True)
+    lines = read_ledger().splitlines(keepends=True)
     return [line for line in lines if (row := row_in(line)) and key_of(row) == key]
 
 
@@ -145,7 +146,7 @@ def strike(turn):
     forged = rows_of(turn)
     if not forged:
         return None
-    write_file(LEDGER, b"".join(line for line in read_bytes(LEDGER).splitlines(keepends=True) if line not in forged))
+    write_file(LEDGER, b"".join(line for line in read_ledger().splitlines(keepends=True) if line not in forged))
     return f"results.tsv had a row for this run before it was judged, which is taken out: {forged[0].decode('utf-8', 'replace').strip()}"
 
 

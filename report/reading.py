@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from harness.common.files import read_bytes
+
 from .runs import as_number, facts, join, read_outcomes, timestamps
 from .summary import STATUSES, is_kept, summarize
 
@@ -69,7 +71,7 @@ def read(path=None):
 def ledger_lines(path):
     """(fields, columns) of every row. Quotes are text, tabs after the last column are part of it, headers are no rows."""
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
     except FileNotFoundError:
         return
     columns = COLUMNS

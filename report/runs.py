@@ -8,6 +8,8 @@ from collections import defaultdict
 
 import pandas as pd
 
+from harness.common.files import read_bytes
+
 LOSSES = re.compile(rb'"losses"\s*:\s*\[\s*\[[^"]*\]\s*\]')  # most of an outcome.json, and not read here
 NUMBER = (int, float)
 TYPES = {  # of what is read here; null only where experiment.py writes it
@@ -25,8 +27,7 @@ def read_outcomes(folder):
     names = os.listdir(folder) if folder.is_dir() else []
     for name in sorted((name for name in names if re.fullmatch(r"[0-9]{1,9}", name)), key=int):
         try:
-            with open(f"{folder}/{name}/outcome.json", "rb") as f:
-                outcome = checked(json.loads(LOSSES.sub(b'"losses":[]', f.read())))
+            outcome = checked(json.loads(LOSSES.sub(b'"losses":[]', read_bytes(f"{folder}/{name}/outcome.json"))))
             outcomes.append(outcome | {"number": int(name), "folder": f"{folder}/{name}"})
         except FileNotFoundError:
             pass
@@ -121,7 +122,7 @@ def facts(run):
 def read_text(path, size):
     """The first `size` bytes of a file, the last where size is negative, as whole lines, and how much is left out; "" without a file."""
     try:
-        with open(path, "rb") as f:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as f:  # of a pipe in its place seeking fails, and nothing waits
             left = f.seek(0, os.SEEK_END) - abs(size)
             f.seek(left if size < 0 and left > 0 else 0)
             text = f.read(abs(size)).decode("utf-8", errors="replace").replace("\r\n", "\n").replace("\r", "\n")

@@ -1,9 +1,11 @@
 """Files written whole or not at all, JSON read as it is found, digests."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
+import stat
 
 
 @contextlib.contextmanager
@@ -33,10 +35,28 @@ def sync_folder(folder):
         os.close(descriptor)
 
 
+LARGEST = 2**25  # bytes that a ledger or a JSON file of ours may have: thousands of times what a night writes
+
+
+def read_bytes(path, most=LARGEST):
+    """The content of a file. OSError for what is no file of its own (reading a FIFO or a device may never end), or larger than `most`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as f:
+        about = os.fstat(descriptor)
+        if stat.S_ISDIR(about.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(errno.EINVAL, "A device or a pipe, and no file", str(path))
+        content = f.read(most + 1)
+        if len(content) > most:
+            raise OSError(errno.EFBIG, f"Larger than {most >> 20} MiB, which none of ours is", str(path))
+        return content
+
+
 def read_json(path):
-    """The object in a JSON file, or None where there is no such file or no JSON object in it."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError), open(path, encoding="utf-8") as f:
-        content = json.load(f)
+    """The object in a JSON file, or None where there is no such file or no JSON object in it. OSError as of `read_bytes`."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
+        content = json.loads(read_bytes(path).decode())
         return content if isinstance(content, dict) else None
     return None
 

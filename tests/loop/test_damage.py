@@ -47,6 +47,21 @@ def supervisors(checkout, number):
     return [p["pid"] for p in processes.processes() if command in (files.read_bytes(f"/proc/{p['pid']}/cmdline") or b"")]
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir], ids=["pipe", "device", "folder"])
+def test_something_else_in_the_ledger_s_place(series, make):
+    """It is told at once, and is not taken for a ledger that is missing."""
+    ledger = series.folder / "results.tsv"
+    ledger.rename(series.folder / "aside.tsv")
+    make(ledger)
+    series.edit(VALUE=1.7)
+    assert "results.tsv: " in (said := series.call("try", "x", code=3, limit=20)) and "move it away" in said, said
+    assert "move it away" in series.call("status", code=None, limit=20)
+    os.rmdir(ledger) if ledger.is_dir() else ledger.unlink()
+    (series.folder / "aside.tsv").rename(ledger)
+    series.call("try", "x")
+    assert series.rows[-1][4] == "x"
+
+
 # ---- the ledger ----------------------------------------------------------------------------------------------------------------
 
 

@@ -53,6 +53,27 @@ ODD = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("make, said", [
+    (os.mkfifo, "A device or a pipe"),
+    (lambda path: path.symlink_to("/dev/zero"), "A device or a pipe"),
+    (lambda path: path.write_bytes(b"1234567\t1.1\t1.0\tkeep\t" + b"x" * 2**25), "Larger than 32 MiB"),
+], ids=["pipe", "device", "endless line"])  # fmt: skip
+def test_what_is_no_ledger_is_told_at_once(tmp_path, make, said):
+    make(tmp_path / "results.tsv")
+    done = call(tmp_path / "results.tsv", "--json")
+    assert done.returncode == 1 and said in done.stderr and "results.tsv" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_outcomes_that_are_none_hold_up_nobody(tmp_path):
+    path = ledger(tmp_path, HEADER + row("1234567", 1.1, 6.0, "keep", "baseline"))
+    for number, make in ((1, os.mkfifo), (2, lambda path: os.symlink("/dev/zero", path))):
+        (tmp_path / f"runs/{number}").mkdir(parents=True)
+        make(tmp_path / f"runs/{number}/outcome.json")
+        make(tmp_path / f"runs/{number}/change.diff")
+    done = call(path, "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["odd"] == {"outcome.json that can't be read": 2}, done.stderr
+
+
 @pytest.mark.parametrize("encode", [
     lambda text: text.encode(),
     lambda text: text.encode("utf-8-sig"),
