@@ -1,8 +1,8 @@
 """The evaluation's two sides. The examiner holds the validation text, its bytes and the sum; the model answers tokens with logits.
 
-Inputs go in and logits come out, through memory that both sides see: the GPU's own where it can be shared (CUDA IPC), the host's on AMD and elsewhere.
-Each message is JSON, read as data. The examiner is the process that has started train.py (harness/launch.py); the model's side runs in
-train.py, which can't read what it is asked about.
+Inputs go in and logits come out, through memory that both sides see: the GPU's own where it can be shared (CUDA IPC), the host's on AMD
+and elsewhere. Each message is JSON, read as data. The examiner is the process that has started train.py (harness/launch.py); the model's
+side runs in train.py, which can't read what it is asked about.
 """
 
 import json
