@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import select
 import shutil
 import signal
@@ -189,7 +190,8 @@ def start(environ, arguments, passed, allowed):
 
 
 def main():
-    environ, arguments = dict(os.environ), sys.argv[1:]
+    arguments = sys.argv[1:]
+    environ = {name: value for name, value in os.environ.items() if not re.search("(TOKEN|SECRET|PASSWORD|API_KEY)$", name)}
     answer = environ.pop(ANSWER, None)
     try:
         compiled = compiled_folders(environ)

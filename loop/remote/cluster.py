@@ -28,6 +28,7 @@ from ..run import die_with_parent, interrupted
 from .node import ANSWER
 
 PORT = 8265  # of Ray's dashboard
+MOST_BYTES = 2**26  # of an answer
 LOCAL = f"http://127.0.0.1:{PORT}"
 PYTHON = os.path.join(ROOT, "venv", "bin", "python")
 # Of the files that are sent: they change no run. The last two would have Ray leave out files that are in the commit.
@@ -72,10 +73,21 @@ def ask(address, path, method="GET", timeout=20):
     known = token()
     headers = {"Authorization": f"Bearer {known}"} if known else {}
     request = urllib.request.Request(f"{address}{path}", method=method, headers=headers)
+    stays = urllib.request.HTTPRedirectHandler()
+    stays.redirect_request = lambda *_: None  # a redirect would carry the token to whoever it names
     direct = [urllib.request.ProxyHandler({})] if is_near(address) else []
+    until = time.monotonic() + timeout
     try:
-        with urllib.request.build_opener(*direct).open(request, timeout=timeout) as response:
-            return json.loads(response.read())
+        with urllib.request.build_opener(stays, *direct).open(request, timeout=timeout) as response:
+            content = b""
+            while chunk := response.read1(2**16):
+                content += chunk
+                if len(content) > MOST_BYTES or time.monotonic() > until:
+                    raise Unreachable(f"Ray at {address} answers without end")
+        answer = json.loads(content)
+        if not isinstance(answer, dict):
+            raise ValueError("its answer is no object")
+        return answer
     except urllib.error.HTTPError as e:
         if e.code == 404:
             raise Unknown(path) from None
@@ -134,6 +146,9 @@ def start_local():
     count = int(gpus.stdout.strip() or 0)
     if not token():  # Ray listens on all of a machine's addresses
         subprocess.run([*ray, "get-auth-token", "--generate"], **quiet)
+        for path, mode in ((os.path.expanduser("~/.ray"), 0o700), (os.path.expanduser("~/.ray/auth_token"), 0o600)):
+            with contextlib.suppress(OSError):
+                os.chmod(path, mode)  # it is made for everybody to read
     search = f"{os.path.dirname(python)}{os.pathsep}{os.environ.get('PATH', '')}"
     environment = os.environ | {"PATH": search, "RAY_USAGE_STATS_ENABLED": "0"} | secret()
     place = ["--head", "--port=0", "--disable-usage-stats", f"--num-gpus={count}", "--dashboard-host=127.0.0.1", f"--dashboard-port={PORT}"]
@@ -353,7 +368,9 @@ def watch(turn, expected, place, attempt, path):
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
             continue
-        status = about["status"]
+        status = about.get("status")
+        if not isinstance(status, str):
+            raise Unreachable(f"Ray at {address} says nothing of the state of {job}")
         known = {"known": True, "status": status, "node_id": about.get("driver_node_id")}
         known["node"] = urllib.parse.urlsplit(about.get("driver_agent_http_address") or "").hostname
         if any(attempt.get(key) != value for key, value in known.items()):
@@ -403,7 +420,10 @@ def last_log(turn, address, job, wait):
 
 def fetch_log(turn, address, job):
     """The job's log so far into runs/N/run.log. Returns what its last line answers, as (word, what); None without an answer."""
-    text = ask(address, f"{job}/logs", timeout=60)["logs"].partition("Running entrypoint for job ")[2].partition("\n")[2]
+    logs = ask(address, f"{job}/logs", timeout=60).get("logs")
+    if not isinstance(logs, str):
+        raise Unreachable(f"Ray at {address} has no log of {job}")
+    text = logs.partition("Running entrypoint for job ")[2].partition("\n")[2]
     body, _, last = text.rstrip().rpartition("\n")
     answered = last.startswith(ANSWER)
     content = (body if answered else text).encode("utf-8", "replace")[-int(LIMITS["log"]) :]

@@ -280,7 +280,7 @@ print(json.dumps({
     "connect": tried(lambda: socket.create_connection(("127.0.0.1", int(os.environ["PORT"])))),
     "listen": tried(lambda: socket.socket().bind(("127.0.0.1", 0))),
     "signal": tried(lambda: os.kill(os.getppid(), 0)),
-    "answer": [name for name in os.environ if "ANSWER" in name],
+    "answer": [name for name in os.environ if "ANSWER" in name or "TOKEN" in name or "API_KEY" in name],
     "tmp": tempfile.gettempdir(),
 }))
 """
@@ -310,8 +310,9 @@ def test_what_the_box_leaves(demo, project, tmp_path):
     (project / "train.py").write_text(PROBE)
     with socket.create_server(("127.0.0.1", 0)) as server:
         paths = [str(p) for part in ("tokens", "data") for p in Path(demo.root, part).iterdir()]
-        done = launch(project, PROBED=str(tmp_path), DATA=json.dumps(paths), PORT=str(server.getsockname()[1]))
-    assert done.returncode == 0, done.stderr
+        secrets = {"RAY_AUTH_TOKEN": "a", "HF_TOKEN": "b", "WANDB_API_KEY": "c", "AUTORESEARCH_ANSWER": str(tmp_path / "answer.json")}
+        done = launch(project, **secrets, PROBED=str(tmp_path), DATA=json.dumps(paths), PORT=str(server.getsockname()[1]))
+    assert done.returncode == 1 and "without an evaluation" in done.stderr, done.stderr  # which whoever judges it waits for
     found = json.loads(done.stdout)
     assert found["read"] == {"train.py": "done", "harness/run.py": "done"} | dict.fromkeys(
         ("runs/1/turn.json", "results.tsv", ".git/config", "model.pt"), "denied"

@@ -3,6 +3,7 @@
 What needs nodes that run something is in tests/loop/test_cluster.py.
 """
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -14,7 +15,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import types
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from checkout import Checkout, Kill, helper, wait_until
@@ -596,3 +599,48 @@ def test_a_nodes_own_time_budget_is_not_used(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     node.move_in({"number": 1, "tag": "x", "token": "t", "cores": 1, "environment": {}})
     assert "AUTORESEARCH_TIME_BUDGET" not in os.environ
+
+
+class Strange(BaseHTTPRequestHandler):
+    """A server that is no Ray: it leads elsewhere, never ends, or answers something else."""
+
+    seen = []  # the headers of each request
+
+    def do_GET(self):
+        self.seen.append((self.path, self.headers.get("Authorization")))
+        kind = self.path.split("/")[1]
+        self.send_response(302 if kind == "redirect" else 200)
+        if kind == "redirect":
+            self.send_header("Location", "/elsewhere")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            while kind == "endless":
+                self.wfile.write(b" " * 2**16)
+                time.sleep(0.01)
+            self.wfile.write({"list": b"[]", "half": b'{"a"', "bytes": b"\xff\xfe"}.get(kind, b"{}"))
+
+    def log_message(self, *arguments):
+        pass
+
+
+def test_servers_that_are_no_ray(monkeypatch):
+    """One line each, soon; and the token goes nowhere else."""
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Strange)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    try:
+        strange = {"redirect": "answers 302", "endless": "without end", "list": "no object", "half": "no Ray", "bytes": "no Ray"}
+        for path, said in strange.items():
+            start = time.monotonic()
+            with pytest.raises(cluster.Unreachable, match=said):
+                cluster.ask(address, f"/{path}", timeout=2)
+            assert time.monotonic() - start < 10
+        assert {token for _, token in Strange.seen} == {"Bearer secret"} and "/elsewhere" not in {path for path, _ in Strange.seen}
+        turn = {"number": 1}
+        with pytest.raises(cluster.Unreachable, match="no log of"):
+            cluster.fetch_log(turn, address, "/api/jobs/x")
+    finally:
+        server.shutdown()
+        server.server_close()
